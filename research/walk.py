@@ -55,7 +55,8 @@ def describe(model: Model, flags: Flags) -> str:
     def named(node: int) -> str:
         return "root" if node == 0 else str(list(tree.choices[node - 1]))
 
-    text = prompt + model.tokenizer.decode(step["text"][: int(step["n_new"])].tolist())
+    new = step["text"][: int(step["n_new"])].tolist()
+    text = prompt + model.tokenizer.decode_after(model.encode(prompt), new)
     drafted = markdown_table(
         ["node", "path of ranks", "parent", "depth", "position", "token"],
         [

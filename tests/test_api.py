@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
+from pieces import drop_first_space
 from tiny import CONTEXT, forward_logits, set_template, write_model, write_tokenizer
 
 import medusa_jax
@@ -104,6 +105,17 @@ def test_a_stream_of_one_prompt_is_an_iterator_of_text(model):
     assert early.result.text == expected.text and list(early) == []
     with pytest.raises(UserError, match="outside the vocabulary"):
         next(model.stream([[99999]]))
+
+
+def test_the_first_space_of_a_text(model, monkeypatch):
+    """Kept after a prompt, read along or not; neither a text nor a turn begins with it."""
+    options = Options(3, logit_bias=drop_first_space(model.tokenizer, monkeypatch))
+    for more in ({}, {"ended": lambda row, result: None}):
+        results = model.generate(["in", model.encode("the "), "", [1]], options, **more)
+        assert [result.text for result in results] == ["   ", "   ", "  ", "  "]
+    assert "".join(model.stream("in", options)) == "   "
+    monkeypatch.setattr(model.tokenizer, "chat_template", "{{ messages[0].content }}")
+    assert model.chat("in", options).text == "  "
 
 
 def test_a_conversation_is_answered_as_its_rendered_text(model, monkeypatch):

@@ -12,7 +12,7 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.text.chat import Message, encode_prompt, stop_ids
 from medusa_jax.text.fill import Gap, fill_of
-from medusa_jax.text.tokenizer import Tokenizer
+from medusa_jax.text.tokenizer import Tokenizer, TurnPrompt
 from medusa_jax.typed import WRONG, as_type, read
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, vocab_size: int) -> list[in
         raise UserError(
             f"prompt id {outside[0]} is outside the vocabulary 0..{vocab_size - 1}: the model has no embedding for it"
         )
-    return ids
+    return TurnPrompt(ids) if isinstance(prompt, TurnPrompt) else ids
 
 
 def conversation(

@@ -278,7 +278,7 @@ def results_of(
         reason = finish_reason(int(status[row]), len(ids), request.limits[row], options)
         results.append(
             Result(
-                text=tokenizer.decode(ids),
+                text=tokenizer.decode_after(request.prompts[row], ids),
                 token_ids=ids,
                 draft_depths=depths[row, : counts[row]].tolist(),
                 finish_reason=reason,

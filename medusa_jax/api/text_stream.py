@@ -26,6 +26,7 @@ class StoppingText:
     Args:
       stop, stop_ids: strings and tokens that end the text and are cut off.
       least: stop strings within the first `least` tokens do not end it.
+      prompt: token ids before it.
 
     Attributes:
       stop_reason: `Result.finish_reason` of a text that has ended here.
@@ -37,8 +38,9 @@ class StoppingText:
         stop: Sequence[str],
         stop_ids: Collection[int] = (),
         least: int = 0,
+        prompt: Sequence[int] = (),
     ) -> None:
-        self._decoder = StreamDecoder(tokenizer)
+        self._decoder = StreamDecoder(tokenizer, prompt)
         self._stop = [s for s in stop if s]
         self._stop_ids, self._least = stop_ids, least
         self._held = ""
@@ -110,8 +112,8 @@ class StoppingText:
 class GrowingTexts:
     """The texts of all rows; reads the progress of the decode loop."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[Sequence[str]]) -> None:
-        self.rows = [StoppingText(tokenizer, stop) for stop in stops]
+    def __init__(self, rows: Sequence[StoppingText]) -> None:
+        self.rows = rows
         self._seen = [0] * len(self.rows)
         self._ended = np.zeros(len(self.rows), bool)
 
@@ -157,7 +159,8 @@ def stream_rows(
     The device starts the next chunk of steps before the host looks for stop strings in the last one,
     so rows do not wait for each other; the host then ends the stopped rows on the device.
     """
-    texts = GrowingTexts(tokenizer, [o.stop for o in rows])
+    pairs = zip(rows, request.prompts)
+    texts = GrowingTexts([StoppingText(tokenizer, o.stop, prompt=p) for o, p in pairs])
     start = time.perf_counter()
     prefilled: float | None = None
 

@@ -256,7 +256,7 @@ def make_job(
             penalties, least=request.min_tokens, ends=(*ends, *request.stop_ids)
         )
         decode.penalties = [asked]
-    rules = model.tokenizer, options.stop, request.stop_ids, request.min_tokens
+    rules = model.tokenizer, options.stop, request.stop_ids, request.min_tokens, prompt
     text = LineText(request.lines, *rules) if request.lines else StoppingText(*rules)
     job = Job(request, decode, text, model.tokenizer, handle, deliver)
     if job.guide:

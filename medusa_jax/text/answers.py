@@ -12,7 +12,7 @@ import secrets
 from medusa_jax.text.chat import render, stop_ids, template_source, tokenize
 from medusa_jax.text.jinja import SampleError, Span
 from medusa_jax.text.literal_text import PRIVATE, Message, literal_text
-from medusa_jax.text.tokenizer import Tokenizer
+from medusa_jax.text.tokenizer import Tokenizer, TurnPrompt
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # An empty thought, or the end of one that the generation prompt begins: "<think>\n\n</think>\n\n".
@@ -145,7 +145,7 @@ def encode_user_opening(
     text = render(source, turns, tokenizer.special_texts, add_generation_prompt=True)[0]
     head, _, tail = text.partition(mark)
     # A space before the turn belongs to the first word that the model writes.
-    ids = tokenize(tokenizer, head.rstrip(" "), template_name)[0]
+    ids = TurnPrompt(tokenize(tokenizer, head.rstrip(" "), template_name)[0])
     ends = [
         tokenizer.decode([i], skip_special=False)
         for i in stop_ids(tokenizer, template_name)

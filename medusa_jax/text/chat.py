@@ -11,7 +11,13 @@ from pathlib import Path
 from medusa_jax.errors import UserError, one_of
 from medusa_jax.text.jinja import Span, render_template
 from medusa_jax.text.literal_text import Message, literal_text
-from medusa_jax.text.tokenizer import SPECIALS, Tokenizer, has_tokenizer, load_tokenizer
+from medusa_jax.text.tokenizer import (
+    SPECIALS,
+    Tokenizer,
+    TurnPrompt,
+    has_tokenizer,
+    load_tokenizer,
+)
 from medusa_jax.whole_files import Json
 
 TEMPLATES = {
@@ -128,7 +134,8 @@ def encode_turns(
         if not tail.startswith(" "):  # the template strips turns
             text = text.rstrip()
     check(literal.show(text) if hidden else text)
-    return tokenize(tokenizer, text, template_name, hidden is not None)[0]
+    ids, _ = tokenize(tokenizer, text, template_name, hidden is not None)
+    return ids if continued else TurnPrompt(ids)
 
 
 def is_chat_model(tokenizer: Tokenizer, model: str | None) -> bool:

@@ -26,6 +26,10 @@ LONG = 4096
 WINDOW, TAIL = 48, 12
 
 
+class TurnPrompt(list[int]):
+    """A prompt after which a turn begins. The turn is decoded like the beginning of a text."""
+
+
 class Tokenizer:
     """A `tokenizers` tokenizer with the special tokens of a model directory.
 
@@ -78,6 +82,7 @@ class Tokenizer:
             None not in bytes_ and backend.decode([bytes_[b] for b in b"\xc3\xa9"]) == "é"
         )
         self.byte_ids = frozenset(bytes_ if falls_back else ())
+        self._newline = bytes_[ord("\n")]
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
         """Ids of `text`; special tokens written out in it are recognised.
@@ -100,6 +105,27 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of the ids; invalid UTF-8 becomes U+FFFD, unknown ids are skipped."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def decode_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """Text of the ids that continue a prompt: what they add to its text."""
+        context = self.context(prompt)
+        return self.decode([*context, *ids])[len(self.decode(context)) :]
+
+    def context(self, prompt: Sequence[int]) -> list[int]:
+        """The token of a prompt to decode new tokens with; [] if a text or a turn begins after it.
+
+        Some decoders drop the first space of a text, after special tokens too. A part of a character is no context:
+        new tokens could change its text.
+        """
+        if isinstance(prompt, TurnPrompt):
+            return []
+        for i in reversed(prompt):
+            if i < self.vocab_size and i not in self.special_ids:
+                # A newline's byte instead of others: it is no part of a character.
+                one = self._newline if i in self.byte_ids else i
+                if BROKEN not in self.decode([one]):
+                    return [one]
+        return []
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token of the vocabulary, or None."""
@@ -273,21 +299,21 @@ def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
 class StreamDecoder:
     """Incremental decoding of a growing sequence of ids.
 
-    The joined pieces are `tokenizer.decode(all ids)`, except for an incomplete last character, which is dropped.
-    Returned text never changes: incomplete characters are held, and so are runs of byte tokens, because a later
+    The joined pieces are `tokenizer.decode_after(prompt, all ids)`, except for an incomplete last character, which is
+    dropped. Returned text never changes: incomplete characters are held, and so are runs of byte tokens, because a later
     invalid byte changes how the whole run is decoded.
 
     Example: with byte tokens for "é" = C3 A9, push([a, C3]) gives "a", push([A9, b]) "éb".
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         # After these the text may still change: a run of byte tokens may continue, also across a skipped
         # special token.
         self._uncertain = tokenizer.byte_ids | tokenizer.special_ids
         # Recent ids, and how many characters of their text have been returned.
-        self._window: list[int] = []
-        self._returned = 0
+        self._window = tokenizer.context(prompt)
+        self._returned = len(tokenizer.decode(self._window))
 
     def push(self, ids: Iterable[int]) -> str:
         """Add ids; return the text that is now final (often "")."""

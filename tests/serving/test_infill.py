@@ -6,6 +6,7 @@ import time
 
 import httpx2 as httpx
 import pytest
+from pieces import drop_first_space
 from served import NAME, TREE, alone, ask_app, events_of, listening, load_model, until
 from tiny import write_coder
 
@@ -161,6 +162,14 @@ def test_the_suffix_of_a_completion(port, http):
     assert port.model.complete("def f(", "):\n", Options(9)).text == choice["text"]
     refused = http.post("/v1/completions", json=body | {"prompt": [5, 6]})
     assert refused.status_code == 400 and "'suffix' needs a prompt of text" in refused.text
+
+
+def test_the_first_space_of_a_middle(port, http, monkeypatch):
+    bias = drop_first_space(port.model.tokenizer, monkeypatch)
+    for prefix, text in ("f(", "   "), ("", "  "):
+        assert port.model.complete(prefix, "", Options(3, logit_bias=bias)).text == text
+    answer = infill(http, n_predict=3, logit_bias=bias, stop=["   "])
+    assert answer["content"] == "" and answer["stopping_word"] == "   "
 
 
 def test_time_ends_a_completion(port, http):

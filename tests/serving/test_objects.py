@@ -1,5 +1,6 @@
 """The JSON objects of calls and answers, field by field."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
+from pieces import drop_first_space, like_llama
 from served import ASKED, NAME, alone, both
 from tiny import PRINTABLE, set_template, tiny_arch, write_tokenizer
-from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from medusa_jax import Options, demo
@@ -19,7 +19,7 @@ from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta, Request
 from medusa_jax.text.chat import encode_prompt
-from medusa_jax.text.tokenizer import Tokenizer, load_tokenizer
+from medusa_jax.text.tokenizer import load_tokenizer
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
@@ -92,9 +92,9 @@ def test_variables_of_the_chat_template(tmp_path, variables):
     assert "<s>" + tokenizer.decode(ids) == expected and ids.count(1) == 1
 
 
-def logprobs_of(tokenizer, ids, logprobs, top, chat=False):
+def logprobs_of(tokenizer, ids, logprobs, top, chat=False, prompt=()):
     """The log-probabilities of a piece, as its endpoint writes them."""
-    asked = [Request(ids, Options(logprobs=0))]
+    asked = [Request(prompt, Options(logprobs=0))]
     call = Call(asked, stream=False, usage=False, seed=0, chat=chat)
     delta = Delta("", [], ids, logprobs, top)
     return Reply(call, Vocabulary(tokenizer), NAME)._logprobs(0, delta)
@@ -121,31 +121,32 @@ def test_tokens_with_one_text_have_names_of_their_own():
     assert names == {7: "x", 8: "bytes:\\x78", 9: "token_id:9"}
 
 
-def like_llama():
-    """A tokenizer with byte fallback, whose texts begin with a space that decoding drops."""
-    words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aint"]
-    model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
-    backend = tokenizers.Tokenizer(model)
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(" ", 1, 0)]
-    )
-    backend.add_special_tokens(["<s>"])
-    return Tokenizer(backend)
-
-
 def test_text_offsets():
     """Characters before the one that a token begins in, also where decoding drops a first space."""
     bytes_ = load_tokenizer(str(Path(demo.__file__).parent / "backbone"))
-    for tokenizer in (bytes_, like_llama()):
-        ids = tokenizer.encode("a日 é! in the") + [min(tokenizer.special_ids)]
-        text, zeros = tokenizer.decode(ids), [0.0] * len(ids)
-        found = logprobs_of(tokenizer, ids, zeros, [[]] * len(ids))["text_offset"]
-        whole = [tokenizer.decode(ids[:n]).rstrip("\ufffd") for n in range(len(ids))]
-        assert found == [len(before) for before in whole] and len(text) >= found[-1] > 5
+    for tokenizer, n in itertools.product((bytes_, like_llama()), (0, 2)):
+        ids = tokenizer.encode("a a日 é! in the") + [min(tokenizer.special_ids)]
+        zeros, ends = [0.0] * len(ids[n:]), range(n, len(ids))
+        found = logprobs_of(tokenizer, ids[n:], zeros, [[]] * len(zeros), prompt=ids[:n])
+        whole = [len(tokenizer.decode(ids[:end]).rstrip("\ufffd")) for end in ends]
+        assert found["text_offset"] == [at - whole[0] for at in whole] and whole[-1] > 5
+
+
+def test_the_first_space_of_an_answer(port, http, monkeypatch):
+    """Kept after a prompt or the beginning of a turn, whole and in a stream; a turn begins without it."""
+    bias = drop_first_space(port.model.tokenizer, monkeypatch)
+    asked = {"model": NAME, "max_tokens": 3, "temperature": 0, "logit_bias": bias}
+    completion = asked | {"prompt": "in", "logprobs": 0}
+    for echo, at in (False, 0), (True, 2):
+        choice = both(http, PATHS["completion"], **completion, echo=echo)
+        assert choice["text"] == "in"[:at] + "   "
+        assert choice["logprobs"]["text_offset"][-3:] == [at, at + 1, at + 2]
+    choice = both(http, PATHS["completion"], **completion, stop="  ")
+    assert choice["text"] == "" and choice["medusa"]["new_tokens"] == 2
+    turns = [*CHAT["messages"], {"role": "assistant", "content": "a"}]
+    for messages, text in (turns, "   "), (turns[:1], "  "):
+        choice = both(http, PATHS["chat"], **asked, messages=messages)
+        assert choice["message"]["content"] == text
 
 
 @pytest.mark.parametrize("given", ["in the hat", [5, 9, 12, 3]])

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+import medusa_jax.text.tokenizer
+
+# They drop the first space of a text; Llama 2's, and those of newer files.
+REPLACE = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+LLAMA = decoders.Sequence([*REPLACE, decoders.Strip(" ", 1, 0)])
+METASPACE = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
 
 
 def train_byte_level(
@@ -23,6 +30,23 @@ def train_byte_level(
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def like_llama(decoder=LLAMA):
+    """A tokenizer with byte fallback, whose texts begin with a space that decoding drops."""
+    words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aint"]
+    model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    backend, steps = Tokenizer(model), [normalizers.Prepend("▁")]
+    steps += [normalizers.Replace(" ", "▁")]
+    backend.normalizer, backend.decoder = normalizers.Sequence(steps), decoder
+    backend.add_special_tokens(["<s>"])
+    return medusa_jax.text.tokenizer.Tokenizer(backend)
+
+
+def drop_first_space(tokenizer, monkeypatch):
+    """It does so from now on; returns biases that make every new token a space."""
+    monkeypatch.setattr(tokenizer.backend, "decoder", LLAMA)
+    return {str(tokenizer.token_to_id(" ")): 100}
 
 
 def train_sentencepiece(path: Path, text: str, vocab_size: int, **options: object) -> None:

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces import LLAMA, METASPACE, like_llama
 from refusals import refused
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -22,6 +23,7 @@ from medusa_jax.text.tokenizer import (
     NoTokenizer,
     StreamDecoder,
     Tokenizer,
+    TurnPrompt,
     declared_eos_ids,
     load_tokenizer,
 )
@@ -43,8 +45,8 @@ def tokenizer(request, tokenizers_by_kind):
     return tokenizers_by_kind[request.param]
 
 
-def stream(tokenizer, ids, sizes):
-    decoder = StreamDecoder(tokenizer)
+def stream(tokenizer, ids, sizes, prompt=()):
+    decoder = StreamDecoder(tokenizer, prompt)
     pieces, at = [], 0
     for size in sizes:
         pieces.append(decoder.push(ids[at : at + size]))
@@ -159,6 +161,27 @@ def test_stream_of_any_ids_never_takes_back(tokenizers_by_kind, seed, size):
         whole = tokenizer.decode(ids)
         assert whole.startswith(out)
         assert not whole[len(out) :].strip(BROKEN)  # only an unfinished end may be missing
+
+
+@pytest.mark.parametrize("kind", [LLAMA, METASPACE, "sentencepiece", "byte_level"])
+def test_ids_that_continue_a_prompt(kind, tokenizers_by_kind):
+    """What they add to the prompt's text, whole and streamed; a turn begins a text."""
+    tokenizer = tokenizers_by_kind[kind] if isinstance(kind, str) else like_llama(kind)
+    ids = [tokenizer.encode(text) for text in (" a", "tin", "日", "\n", " in日\n a", "é")]
+    ids += [[min(tokenizer.special_ids)], *([i] for some in ids for i in some)]
+    rng, added = random.Random(0), []
+    for _ in range(1000):
+        prompt, new = (sum(rng.choices(ids, k=rng.randrange(5)), []) for _ in "ab")  # noqa: RUF017
+        before, whole = map(tokenizer.backend.decode, (prompt, prompt + new))
+        prompt += [10**6] * rng.randrange(2)  # a model may have more ids
+        found = tokenizer.decode_after(prompt, new)
+        shown = "".join(stream(tokenizer, new, [1] * len(new), prompt))
+        assert found.startswith(shown) and not found[len(shown) :].strip(BROKEN)
+        assert tokenizer.decode_after(TurnPrompt(prompt), new) == tokenizer.decode(new)
+        if BROKEN not in before and whole.startswith(before):
+            assert found == whole[len(before) :], (prompt, new)
+            added.append(found != tokenizer.decode(new))
+    assert len(added) > 300 and (sum(added) > 50) == (kind != "byte_level")
 
 
 def test_stream_shows_text_as_soon_as_it_is_certain(tokenizers_by_kind):

@@ -18,6 +18,7 @@ from medusa_jax.serving.request import Request
 from medusa_jax.text.chat import PLAIN, SPECIALS, encode_turns, template_source
 from medusa_jax.text.fill import Gap, fill_of
 from medusa_jax.text.literal_text import literal_text
+from medusa_jax.text.tokenizer import TurnPrompt
 from medusa_jax.text.tool_chat import CallForm, call_form
 from medusa_jax.whole_files import Json
 
@@ -64,7 +65,6 @@ class Call:
       calls: form of tool calls in the answer and names of the tools; None if it can only be text.
       echo: the text of each request's prompt, if the answer repeats it; else empty.
       empty: whether no token is to be generated.
-      continued: whether the answer continues the last turn, which is the assistant's.
       repeated: fields of the body that a response repeats.
     """
 
@@ -76,7 +76,6 @@ class Call:
     calls: tuple[CallForm, Sequence[str]] | None = None
     echo: Sequence[str] = ()
     empty: bool = False
-    continued: bool = False
     repeated: Json = field(default_factory=dict)
 
 
@@ -172,14 +171,14 @@ def chat_call(
         if template == PLAIN:
             text = "\n\n".join(turn["content"] for turn in turns)
             check(text)
-            prompt = model.encode(literal_text(tokenizer).encode(text))
+            ids = literal_text(tokenizer).encode(text)
+            prompt = model.encode(ids if continued else TurnPrompt(ids))
         else:
             variables |= {"tools": tools.given} if tools else {}
             prompt = encode_turns(tokenizer, turns, variables, template, check, continued)
             options = ending_turns(tokenizer, model.eos_ids, options, template)
     calls = (form, list(tools.callable)) if form and tools else None
-    more: Json = {"chat": True, "calls": calls, "continued": continued}
-    return _call(fields, model, [prompt], options, **more)
+    return _call(fields, model, [prompt], options, chat=True, calls=calls)
 
 
 def _options(

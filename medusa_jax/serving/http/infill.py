@@ -159,7 +159,9 @@ class InfillReply(Reply):
         if result.finish_reason == "stop":
             is_eos = result.token_ids[-1] in (options.eos_ids or ())
         stop = "eos" if is_eos else "word" if result.finish_reason == "stop" else "limit"
-        said = self.vocabulary.decode(result.token_ids) if stop == "word" else ""
+        prompt: Any = call.requests[0].prompt  # token ids
+        said = self.vocabulary.tokenizer.decode_after(prompt, result.token_ids)
+        words = options.stop if stop == "word" else ()
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
         answer = {
             "index": 0,
@@ -175,7 +177,7 @@ class InfillReply(Reply):
             "has_new_line": not call.silent and "\n" in result.text,
             "truncated": False,
             "stop_type": stop,
-            "stopping_word": next((word for word in options.stop if word in said), ""),
+            "stopping_word": next((word for word in words if word in said), ""),
             "tokens_cached": n_prompt + max(0, n_new - 1),
             "timings": {
                 "cache_n": ending.reused_tokens,

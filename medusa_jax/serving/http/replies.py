@@ -20,8 +20,8 @@ class Vocabulary:
     """Names single tokens for log-probabilities, with a cache.
 
     Attributes:
+      tokenizer: whose tokens they are.
       least_tokens: as `TokenBytes.least_tokens`.
-      decode: as `Tokenizer.decode`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -34,7 +34,7 @@ class Vocabulary:
 
         # Text and bytes of a token; the text is U+FFFD for part of a character.
         self.name = lru_cache(maxsize=1 << 15)(name)
-        self.decode, self.skipped = tokenizer.decode, tokenizer.special_ids
+        self.tokenizer = tokenizer
 
     def names(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return a unique name for each token: its text if no earlier token has it.
@@ -50,31 +50,29 @@ class Vocabulary:
             names[token_id] = next(unused, f"token_id:{token_id}")
         return names
 
-    def dropped(self, token_ids: Iterable[int]) -> str:
-        """Return the space that decoding drops at the beginning of a text with these tokens, or ""."""
-        first = [i for i in token_ids if i not in self.skipped][:1]
-        spaced = any(self.name(i)[0].startswith(" ") for i in first)
-        return " " if spaced and not self.decode(first).startswith(" ") else ""
-
 
 class Offsets:
-    """Where the texts of tokens begin in a text that grows, in characters."""
+    """Where the texts of tokens begin in a text that grows, in characters.
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    Args:
+      is_start: no text comes before it, so that decoding may drop its first space.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, is_start: bool) -> None:
+        self._vocabulary, self._is_start = vocabulary, is_start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at: int | None = None  # nothing yet
+        self._at = 0
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
         """Return the places of the next tokens; a part of a character has the character's."""
-        places = []
+        tokenizer, places = self._vocabulary.tokenizer, list[int]()
         for token_id in token_ids:
-            places.append(self._at or 0)
-            if token_id not in self._vocabulary.skipped:
+            places.append(self._at)
+            if token_id not in tokenizer.special_ids:
                 text = self._decoder.decode(bytes(self._vocabulary.name(token_id)[1]))
-                if self._at is None:
-                    text = text.removeprefix(self._vocabulary.dropped([token_id]))
-                self._at = (self._at or 0) + len(text)
+                if self._is_start and not tokenizer.decode([token_id]).startswith(" "):
+                    text = text.removeprefix(" ")
+                self._at, self._is_start = self._at + len(text), False
         return places
 
 
@@ -83,7 +81,7 @@ class Reply:
 
     Attributes:
       endings: the ending of each finished choice.
-      echoes: by choice, its prompt, if the answer repeats it; a stream removes it with the first delta.
+      echoes: by choice, its prompt, if the answer repeats it.
       readers: by choice, its `CallReader`; empty if the answer can only be text.
     """
 
@@ -100,9 +98,11 @@ class Reply:
         self.endings: dict[int, Ending] = {}
         self.echoes: dict[int, Delta] = {}
         self.readers = [CallReader(*call.calls) for _ in call.requests if call.calls]
-        self._offsets = [Offsets(vocabulary) for _ in call.requests]
-        # Choices whose first token has not come yet.
-        self._continued = {*range(len(call.requests))} if call.continued else set()
+        prompts: Any = [request.prompt for request in call.requests]  # token ids
+        self._offsets = [
+            Offsets(vocabulary, bool(call.echo) or not vocabulary.tokenizer.context(ids))
+            for ids in prompts
+        ]
 
     def whole(self) -> Json:
         """Return the object of a call that does not stream."""
@@ -115,8 +115,7 @@ class Reply:
         if self.call.chat:
             content = {"message": self._message(index, result)}
         if echo:
-            space = self.vocabulary.dropped(result.token_ids)
-            content = {"text": echo.text + space + result.text}
+            content = {"text": echo.text + result.text}
         logprobs = self._logprobs(index, *([echo] if echo else []), result)
         reason = self._finish_reason(index, ending)
         end = {"logprobs": logprobs, "finish_reason": reason}
@@ -136,9 +135,6 @@ class Reply:
         content: Json = {"text": delta.text}
         if self.call.chat:
             content = {"delta": self._delta(index, delta)}
-        elif delta.token_ids and index in self.echoes:
-            del self.echoes[index]  # only the first delta follows the prompt
-            content = {"text": self.vocabulary.dropped(delta.token_ids) + delta.text}
         piece = self._piece(index, content, self._logprobs(index, delta))
         extension: Json = {"parts": delta.parts, "tokens": len(delta.token_ids)}
         [choice] = piece["choices"]
@@ -207,7 +203,7 @@ class Reply:
         return f"{prompt_tokens} + {new_tokens} tokens, the first of them after {seconds:.2f} s"
 
     def _message(self, index: int, result: Result) -> Json:
-        text, calls = self._space(index, result.token_ids) + result.text, []
+        text, calls = result.text, []
         if self.readers:
             cut = self._is_cut(index, result)
             text, _ = self.readers[index].push(text, ended=True, cut=cut)
@@ -217,20 +213,12 @@ class Reply:
         return message | ({"tool_calls": calls} if calls else {})
 
     def _delta(self, index: int, delta: Delta) -> Json:
-        text = self._space(index, delta.token_ids) + delta.text
-        calls, ending = list[Json](), delta.ending
+        text, calls, ending = delta.text, list[Json](), delta.ending
         if self.readers:
             cut = ending is not None and self._is_cut(index, ending.result)
             text, calls = self.readers[index].push(text, ending is not None, cut)
         content = {"content": text} if text else {}
         return content | ({"tool_calls": calls} if calls else {})
-
-    def _space(self, index: int, token_ids: list[int]) -> str:
-        """Return the space that decoding drops between a turn and its continuation, or ""."""
-        if not token_ids or index not in self._continued:
-            return ""
-        self._continued.remove(index)
-        return self.vocabulary.dropped(token_ids)
 
     def _finish_reason(self, index: int, ending: Ending) -> str:
         """Return OpenAI's finish reason, in which a full context counts as "length"."""
