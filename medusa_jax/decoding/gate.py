@@ -29,7 +29,7 @@ MARGIN, WORTH = 1.01, 1.05
 OVERHEAD, PAUSES = 0.02, (32, 256)
 # Least number of steps with drafts in such a trial.
 TRIAL = 4
-# Steps of a pause that does not end.
+# Steps without a limit: of a pause that does not end, and the default of `max_steps`.
 FOREVER = np.iinfo(np.int32).max
 
 

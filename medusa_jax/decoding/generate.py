@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import DELTA, EPSILON
-from medusa_jax.decoding.gate import Gate
+from medusa_jax.decoding.gate import FOREVER, Gate
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import PenaltyOptions, penalties_of
@@ -43,8 +43,6 @@ MIN_PROMPT = 16
 # A stream's chunks grow between these numbers of steps while they take less than these seconds: the host takes a core
 # from the steps when it sends a chunk and shows its text.
 CHUNK_STEPS, PACE = (8, 32), 0.1
-# Default of `max_steps`: no limit.
-FOREVER = np.iinfo(np.int32).max
 # Steps of chunks that nobody reads: they end only for sizes to be chosen and timed.
 UNREAD_STEPS = (64, FOREVER)
 

@@ -17,11 +17,11 @@ from jax import lax
 
 from medusa_jax.decoding.generate import DecodeRequest, sampling_of
 from medusa_jax.decoding.logprobs import Logprobs
+from medusa_jax.decoding.masks import NO_TOKEN
 from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.decoding.prefill import PromptPiece, prefill_start, read_piece
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import (
-    NO_TOKEN,
     PREDICTED,
     DecodeState,
     Engine,

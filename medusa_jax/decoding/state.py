@@ -22,8 +22,8 @@ from medusa_jax.tree.tree import Tree, stand_in
 
 # Positions of plain steps that the drafter reads in one pass (`gated.py`).
 DEFERRED = 16
-# Most tokens of a row that are expected in its text, and the entry for none.
-PREDICTED, NO_TOKEN = 4096, -1
+# Most tokens of a row that are expected in its text.
+PREDICTED = 4096
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class DecodeState(struct.PyTreeNode):
       histogram_BL: numbers of steps that appended 1, 2, ..., L tokens.
       text_BS: prompt and emitted tokens by position, valid up to the root; None unless the engine
         keeps the text. S is the cache's slots plus a path.
-      predicted_BP: tokens that are expected in the text, to copy from, then `NO_TOKEN`; served rows only.
+      predicted_BP: tokens that are expected in the text, to copy from, then `masks.NO_TOKEN`; served rows only.
       logprobs: log-probabilities of `tokens_BO`; None unless the engine keeps them.
       gate: chooses the size of the next step's tree; None unless the engine is gated.
       host_1: number of the function that steps with constraints call; None: they call none.

@@ -21,16 +21,10 @@ from medusa_jax.decoding.generate import (
     sampling_of,
 )
 from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.masks import NO_TOKEN
 from medusa_jax.decoding.penalties import PenaltyOptions
 from medusa_jax.decoding.prefill import PromptPiece
-from medusa_jax.decoding.state import (
-    NO_TOKEN,
-    PREDICTED,
-    DecodeState,
-    Engine,
-    Progress,
-    progress_of,
-)
+from medusa_jax.decoding.state import PREDICTED, DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED, pack_stops
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.serving.echo import LEAST_SLOTS, MOST_BEST, echo_of
