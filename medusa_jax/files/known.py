@@ -1,4 +1,4 @@
-"""The table of models that are known by their weights: any file of one has bundled heads, at any path, quantised or not."""
+"""The table of models that are known by their weights: any file of one brings its bundled heads, at any path, quantised or not."""
 
 import hashlib
 from dataclasses import dataclass
@@ -36,7 +36,14 @@ KNOWN = [
         trained_on="the Q4_K_M file of Qwen2.5-Coder-0.5B-Instruct",
         heads="qwen25coder05",
         drafter="eagle",
-    )
+    ),
+    KnownModel(
+        shape=(30, 576, 49152),
+        norm="b1c3b88d13d30d19",
+        trained_on="the Q4_1 file of SmolLM2-135M-Instruct",
+        heads="smollm2",
+        drafter="hydrapp",
+    ),
 ]
 
 
