@@ -224,7 +224,8 @@ COMPLETIONS = [
     ({"stream": "yes"}, "stream:"),
     ({"stream_options": {"every": 1}}, "every:"),
     ({"stream_options": {"continuous_usage_stats": True}}, "'stream_options' is not"),
-    ({"max_tokens": 0}, "max_tokens:"),
+    ({"max_tokens": -2}, "max_tokens:"),
+    ({"n_predict": 2**31}, "n_predict:"),
     ({"ignore_eos": True, "guided_regex": "a"}, "ignore_eos:"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids:"),
     ({"skip_special_tokens": False}, "not supported"),
@@ -267,6 +268,14 @@ NOTHING |= {
     "top_k": -1, "length_penalty": 1.0, "include_stop_str_in_output": False, "best_of": 1,
     "priority": 0, "structured_outputs": {"disable_fallback": False, "structural_tag": None},
     "stream_options": {"include_usage": False, "continuous_usage_stats": False},
+}  # fmt: skip
+# What llama.vim and llama.vscode send to a chat.
+NOTHING |= {
+    "model": "", "id_slot": 3, "cache_prompt": True, "samplers": "edkypmxt", "n_predict": 5, "seed": -1, "lora": [],
+    "response_fields": [""], "t_max_prompt_ms": 500, "t_max_predict_ms": 60000, "typical_p": 1, "n_cmpl": 1,
+    "dynatemp_range": 0, "dynatemp_exponent": 1, "xtc_probability": 0, "xtc_threshold": 0.1, "repeat_last_n": 64,
+    "repeat_penalty": 1, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1, "max_tokens": -1, "timings_per_token": False,
 }  # fmt: skip
 OF_CHATS = {
     "chat_template_kwargs": {}, "add_generation_prompt": True, "verbosity": "medium",

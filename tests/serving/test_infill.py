@@ -84,6 +84,17 @@ def test_the_whole_answer(port, http):
     assert again["cache_n"] > 0.5 * len(prompt)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_choices_are_a_list(http, stream):
+    body = ASKED | {"n_cmpl": 2, "temperature": 1, "seed": 3, "stream": stream}
+    answer = http.post("/infill", json=body)
+    said = events_of(answer.text + "data: [DONE]") if stream else answer.json()
+    ends = {one["index"]: one for one in said if one["stop"]}
+    assert ([*sorted(ends)] == [0, 1] and len(said) == 2) or stream
+    texts = ["".join(one["content"] for one in said if one["index"] == i) for i in ends]
+    assert texts[0] != texts[1] and all(texts)
+
+
 def test_only_some_fields(http):
     paths = ["content", "timings/prompt_n", "timings/none", "tokens_cached"]
     names = {"content", "timings/prompt_n", "tokens_cached"}

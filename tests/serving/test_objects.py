@@ -49,6 +49,42 @@ def test_how_long_an_answer_may_be(port, http):
     assert length("chat", CHAT) == whole.new_tokens > 60
     for more in ({"max_tokens": 5}, {"max_tokens": 9, "max_completion_tokens": 5}):
         assert length("chat", CHAT | more) == 5
+    assert length("chat", CHAT | {"max_tokens": -1}) == whole.new_tokens
+    assert length("completion", {"prompt": "in", "n_predict": 20, "temperature": 0}) == 20
+
+
+@pytest.mark.parametrize("limit", ["n_predict", "max_tokens"])
+@pytest.mark.parametrize("kind", PATHS)
+def test_only_the_prompt_is_read(port, http, kind, limit):
+    """As llama.vim warms a chat up; then the whole prompt is in the cache, whatever `samplers` lists."""
+    text = f"{kind} {limit} in the hat and the cat"
+    turns = [{"role": "user", "content": text}]
+    start = {"prompt": text} if kind == "completion" else CHAT | {"messages": turns}
+    warm = {"model": "", "samplers": [], "response_fields": [""], "cache_prompt": True}
+    answer = http.post(PATHS[kind], json=start | warm | {limit: 0, "id_slot": 1}).json()
+    [choice] = answer["choices"]
+    assert choice.get("text", choice.get("message", {}).get("content")) == ""
+    usage = answer["usage"]
+    assert (choice["finish_reason"], usage["completion_tokens"]) == ("length", 0)
+    both(http, PATHS[kind], **start | {limit: 0})
+    body = start | {"samplers": ["min_p", "temperature"], "min_p": 0.1, "temperature": 0.1}
+    usage = http.post(PATHS[kind], json=body | {"top_k": 1, limit: 3}).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+def test_samplers_that_are_not_listed(port):
+    fields = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.4,
+        "min_p": 0.2,
+        "repeat_penalty": 2,
+    }
+    for samplers, expected in ((["top_k"], (1, 3, 1, 0, 2)), ("mp", (1, 0, 0.4, 0.2, 2))):
+        body = CHAT | fields | {"samplers": samplers}
+        options = chat_call(body, NAME, port.model, "", 5, check=len).requests[0].options
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        assert tuple(getattr(options, name) for name in names) == expected
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ class Answer:
             echoes[i] = echoes.get(i - request.id) or echo_of(
                 self._server.model, text, request.prompt, request.options.logprobs
             )
-        if call.empty:
+        if call.empty and call.echo:  # scored, so that it need not be read again
             for deliver, request in zip(delivers, self._requests):
                 n = len(request.prompt)
                 empty = Result("", [], [], "length", n, 0, [], 0.0, 0.0, 0.0)
@@ -139,6 +139,12 @@ class Answer:
             index, delta = await self._queue.get()
             if isinstance(delta, Stopped):
                 raise delta
+            if self._reply.call.empty:  # at most one token
+                if not delta.ending:
+                    continue
+                delta.ending.result.cut(0, "")
+                delta.ending.result.finish_reason = "length"
+                delta = Delta("", [], [], [], [], delta.ending)
             if delta.ending:
                 self._open.discard(index)
                 self._metrics.ended(delta.ending)

@@ -1,6 +1,7 @@
 """From the JSON body of a call to requests: every field is understood or refused by its name."""
 
 import dataclasses
+import math
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -11,10 +12,16 @@ from medusa_jax.api import Model, Options
 from medusa_jax.api.prompts import ending_middles, ending_turns
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.serving.echo import MOST_BEST
-from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError, Values
+from medusa_jax.serving.http.fields import (
+    MOST_WHOLE,
+    NEUTRAL,
+    BodyFields,
+    HttpError,
+    Values,
+)
 from medusa_jax.serving.http.messages import content_of, read_messages
 from medusa_jax.serving.http.tools import Tools, asked_tools
-from medusa_jax.serving.request import Request
+from medusa_jax.serving.request import Lines, Request
 from medusa_jax.text.chat import PLAIN, SPECIALS, encode_turns, template_source
 from medusa_jax.text.fill import Gap, fill_of
 from medusa_jax.text.literal_text import literal_text
@@ -28,6 +35,15 @@ MOST_CHOICES, MOST_STOPS = 128, 16
 MOST_PREDICTED = 1 << 16
 # Default number of new tokens of a completion; a chat has no such limit.
 COMPLETION_TOKENS = 16
+# The limit of new tokens, under llama.cpp's name, which llama.cpp prefers, and under OpenAI's.
+LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
+# llama.cpp's samplers: the letter and the neutral value, which counts if `samplers` does not list it.
+SAMPLERS = {
+    "temperature": ("t", 1.0),
+    "top_k": ("k", 0),
+    "top_p": ("p", 1.0),
+    "min_p": ("m", 0.0),
+}
 # Variables of chat templates that `chat_template_kwargs` cannot set.
 RESERVED = {"messages", "tools", "add_generation_prompt", *SPECIALS}
 # Defaults of options, and bounds of those that are real numbers.
@@ -64,7 +80,7 @@ class Call:
       chat: whether it came to `/v1/chat/completions`.
       calls: form of tool calls in the answer and names of the tools; None if it can only be text.
       echo: the text of each request's prompt, if the answer repeats it; else empty.
-      empty: whether no token is to be generated.
+      empty: whether only the prompt is to be read.
       repeated: fields of the body that a response repeats.
     """
 
@@ -93,7 +109,7 @@ def completion_call(
     """
     fields = BodyFields(body, {**NEUTRAL, "add_special_tokens": (True,)})
     echo = fields.flag("echo")
-    limit = fields.whole("max_tokens", COMPLETION_TOKENS, int(not echo), 2**31 - 1)
+    limit = limit_of(fields, COMPLETION_TOKENS)
     options = _options(fields, name, limit)
     logprobs = fields.whole("logprobs", None, 0, MOST_BEST)
     options = dataclasses.replace(options, logprobs=logprobs)
@@ -149,9 +165,7 @@ def chat_call(
       HttpError: a field that is not understood, or a conversation that the template refuses.
     """
     fields = BodyFields(body, {**NEUTRAL, "add_special_tokens": (False,)})
-    names = ("max_completion_tokens", "max_tokens")
-    limits = [fields.whole(name, None, 1, 2**31 - 1) for name in names]
-    limit = next((n for n in limits if n is not None), most_new)
+    limit = limit_of(fields, most_new)
     options = _options(fields, name, limit, _response_format(fields))
     best = fields.whole("top_logprobs", 0, 0, MOST_BEST)
     if fields.flag("logprobs"):
@@ -178,7 +192,20 @@ def chat_call(
             prompt = encode_turns(tokenizer, turns, variables, template, check, continued)
             options = ending_turns(tokenizer, model.eos_ids, options, template)
     calls = (form, list(tools.callable)) if form and tools else None
-    return _call(fields, model, [prompt], options, chat=True, calls=calls)
+    return _call(fields, model, [prompt], options, chat=True, calls=calls, empty=limit == 0)
+
+
+def limit_of(fields: BodyFields, default: int) -> int:
+    """Return the most new tokens: 0 reads only the prompt, and -1 is llama.cpp's "no limit"."""
+    limits = [fields.whole(name, None, -1) for name in LIMITS]
+    limit = next((n for n in limits if n is not None), default)
+    return MOST_WHOLE if limit < 0 else limit
+
+
+def lists_sampler(fields: BodyFields, name: str, letter: str) -> bool:
+    """Whether `samplers`, names or a text of letters, has this one; it need not be given."""
+    listed = fields.take("samplers", (list, str), "a list of names", (name,))
+    return name in listed or letter in listed
 
 
 def _options(
@@ -190,7 +217,7 @@ def _options(
       limit: maximum number of new tokens.
       constraint: the constraint in `response_format`.
     """
-    model = fields.text("model", name)
+    model = fields.text("model") or name  # llama.vim sends ""
     if model != name:
         raise HttpError(
             404, f"there is no model {model!r} here", "model", "model_not_found"
@@ -202,12 +229,19 @@ def _options(
     seed = fields.take("seed", (int,), "a whole number", None)
     options |= {
         "max_new_tokens": max(1, limit),
-        "top_k": max(0, fields.whole("top_k", 0, -1, 2**31 - 1)),  # vLLM: -1 keeps all
-        "seed": secrets.randbits(32) if seed is None else seed % 2**32,
+        "top_k": max(0, fields.whole("top_k", 0, -1)),  # vLLM: -1 keeps all
+        "seed": secrets.randbits(32) if seed in (None, -1) else seed % 2**32,
         "stop": _stops(fields),
         "logit_bias": _biases(fields),
         "constraint": _constraint(fields, constraint),
     }
+    options |= {
+        sampler: neutral
+        for sampler, (letter, neutral) in SAMPLERS.items()
+        if not lists_sampler(fields, sampler, letter)
+    }
+    if penalty := fields.number("repeat_penalty", None, *NUMBERS["repetition_penalty"]):
+        options["repetition_penalty"] = penalty  # llama.cpp's name
     if fields.flag("ignore_eos"):
         options["eos_ids"] = ()
     return Options(**options)
@@ -218,6 +252,7 @@ def _call(
 ) -> Call:
     """Read the remaining fields; every prompt gets `n` choices."""
     n = fields.whole("n", 1, 1, MOST_CHOICES)
+    n = fields.whole("n_cmpl", n, 1, MOST_CHOICES)  # llama.cpp's name
     if (total := len(prompts) * n) > MOST_CHOICES:
         sent = f"{len(prompts)} prompts with n = {n} are {total} choices"
         problem = f"{sent}, more than {MOST_CHOICES}: send several calls"
@@ -234,6 +269,7 @@ def _call(
         "stop_ids": frozenset(stop_ids),
         "min_tokens": fields.whole("min_tokens", 0, 0, options.max_new_tokens),
         "predicted": _predicted(fields, model),
+        "lines": _lines(fields),
     }
     for name in ("ignore_eos", "min_tokens"):
         # The constraint may leave no token but an end.
@@ -246,6 +282,14 @@ def _call(
     fields.finish()
     requests = [Request(p, options, i, **request_fields) for p in prompts for i in range(n)]
     return Call(requests, stream, usage, options.seed, **settings)
+
+
+def _lines(fields: BodyFields) -> Lines | None:
+    """Read llama.cpp's limits of a completion."""
+    indent = fields.whole("n_indent", 0, 0)
+    milliseconds = max(0, fields.number("t_max_predict_ms", 0, -1))
+    lines = Lines(indent, milliseconds / 1000 or math.inf)
+    return None if lines == Lines() else lines
 
 
 def _predicted(fields: BodyFields, model: Model) -> list[int]:

@@ -11,11 +11,19 @@ from medusa_jax.serving.request import Busy, NoScores, Stopped, TooCostly, TooLo
 
 Values = Mapping[str, Sequence[Any]]
 NOTHING: Values = MappingProxyType({})
+MOST_WHOLE = 2**31 - 1  # of 32 bits, as on the device
 
 # Fields of OpenAI's requests that change nothing in an answer.
 IGNORED = {"metadata", "prompt_cache_key", "prompt_cache_retention"}
 IGNORED |= {"safety_identifier", "service_tier", "store", "user"}
-# Unsupported fields of OpenAI's and vLLM's requests, with their neutral values (in addition to null).
+# llama.cpp's: any row's cache is searched, reading a prompt has no limit of time, the others belong to neutral ones.
+LLAMA_CPP = (
+    "adaptive_decay backend_sampling cache_prompt dry_allowed_length dry_base dry_penalty_last_n "
+    "dry_sequence_breakers dynatemp_exponent id_slot mirostat_eta mirostat_tau n_cache_reuse n_discard n_keep "
+    "repeat_last_n response_fields sse_ping_interval t_max_prompt_ms timings_per_token xtc_threshold"
+)
+IGNORED |= {*LLAMA_CPP.split()}
+# Unsupported fields of OpenAI's, vLLM's and llama.cpp's requests, with their neutral values (in addition to null).
 NEUTRAL: Values = {
     name: values
     for names, *values in (
@@ -34,6 +42,14 @@ NEUTRAL: Values = {
         ("priority", 0),
         ("suffix", ""),
         ("verbosity", "medium"),
+        ("dry_multiplier dynatemp_range mirostat n_probs", 0),
+        ("min_keep xtc_probability", 0, False),
+        ("post_sampling_probs return_progress return_tokens verbose", False, 0),
+        ("adaptive_target top_n_sigma", -1),
+        ("grammar json_schema", ""),
+        ("lora", []),
+        ("reasoning_format", "auto", "none"),
+        ("typ_p typical_p", 1),
     )
     for name in str(names).split()
 }
@@ -134,7 +150,7 @@ class BodyFields:
             raise self.refused(name, f"should be {bounds}, not {str(value)[:40]}")
         return value
 
-    def whole(self, name: str, default: Any, low: float, high: float = math.inf) -> Any:
+    def whole(self, name: str, default: Any, low: int, high: int = MOST_WHOLE) -> Any:
         """Return a whole number from `low` to `high`."""
         self.take(name, (int,), "a whole number", default)
         return self.number(name, default, low, high)

@@ -7,36 +7,19 @@ from typing import Any
 from medusa_jax.api import Model, Options
 from medusa_jax.api.prompts import ending_middles
 from medusa_jax.errors import UserError
-from medusa_jax.serving.http.calls import Call, completion_call
-from medusa_jax.serving.http.fields import BodyFields, HttpError, Values
+from medusa_jax.serving.http.calls import Call, completion_call, limit_of, lists_sampler
+from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError
 from medusa_jax.serving.http.replies import Reply
 from medusa_jax.serving.request import Delta, Ending, Lines
 from medusa_jax.text.fill import Gap, fill_of
 from medusa_jax.whole_files import Json
 
 ANYTHING = (object, bool)
-# Fields that change nothing here: any row's cache is searched, and reading a prompt has no limit of time.
-IGNORED = (
-    "cache_prompt id_slot n_cache_reuse n_keep t_max_prompt_ms timings_per_token dry_base dry_allowed_length "
-    "dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_eta mirostat_tau repeat_last_n xtc_threshold"
-)
-# Unsupported fields, with their neutral values.
-NEUTRAL: Values = {
-    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "n_probs"), (0,)),
-    **dict.fromkeys(("min_keep", "xtc_probability", "return_tokens"), (0, False)),
-    **dict.fromkeys(("grammar", "json_schema"), ("",)),
-    "lora": ([],),
-    "typical_p": (1,),
-}
 # Fields with the same meaning in `/v1/completions`.
-SHARED = "drafts frequency_penalty ignore_eos logit_bias model presence_penalty stop stream"
-# llama.cpp's samplers: the default of each one's field, and its value for a sampler that is not listed.
-SAMPLERS = {
-    "temperature": (0.8, 1.0),
-    "top_k": (40, 0),
-    "top_p": (0.95, 1.0),
-    "min_p": (0.05, 0.0),
-}
+SHARED = "drafts frequency_penalty ignore_eos logit_bias model n n_cmpl presence_penalty"
+SHARED += " n_indent repeat_penalty samplers seed stop stream t_max_predict_ms"
+# llama.cpp's defaults of fields that have others in `/v1/completions`.
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 # Its sampler "infill" draws an end if an end's probability, times 3 and the number of candidates, exceeds that of
 # the text; of the text it keeps the likeliest. Here that is greedy, with this bias for ends: two candidates.
 END_BIAS = math.log(6)
@@ -49,12 +32,10 @@ class InfillCall(Call):
     Attributes:
       text: the prompt.
       fields: paths of the answer's fields to send, such as "timings/prompt_n"; empty: all.
-      silent: only the prompt is to be read.
     """
 
     text: str = ""
     fields: tuple[str, ...] = ()
-    silent: bool = False
 
 
 def infill_call(
@@ -69,15 +50,12 @@ def infill_call(
       HttpError: a field that is not understood, or the model cannot fill in a middle.
     """
     fields, tokenizer = BodyFields(body, NEUTRAL), model.tokenizer
-    for ignored in IGNORED.split():
-        fields.take(ignored, ANYTHING, "", None)
     gap = Gap(_needed(fields, "input_prefix"), _needed(fields, "input_suffix"))
     line, files = fields.text("prompt"), []
     for file in fields.each("input_extra", "a list of objects with 'filename' and 'text'"):
         file.take("time", ANYTHING, "", None)  # of llama.vim's own
         files.append((file.text("filename", "tmp"), _needed(file, "text")))
-    asked = fields.whole("n_predict", -1, -1, 2**31 - 1)
-    n_new = min(most_new, asked if asked >= 0 else most_new)
+    n_new = min(most_new, limit_of(fields, most_new))
     try:
         ends = ending_middles(tokenizer, model.eos_ids, Options()).eos_ids
     except UserError as error:
@@ -85,26 +63,24 @@ def infill_call(
     context = model.config.max_position
     room = min(most_prompt, context - min(n_new, context // 4))
     prompt = fill_of(tokenizer).editor_prompt(gap, line, files, room)
-    seconds = fields.number("t_max_predict_ms", 0, 0) / 1000 or math.inf
-    lines = Lines(fields.whole("n_indent", 0, 0), seconds)
     paths = fields.take("response_fields", (list,), "a list of paths", [])
     completion: Json = {
         name: fields.take(name, ANYTHING, "", None) for name in SHARED.split()
     }
-    completion |= {"model": completion["model"] or None}  # llama.vim sends ""
-    completion |= {"prompt": prompt, "max_tokens": max(1, n_new), **_sampling(fields)}
-    if "infill" in (fields.body.get("samplers") or ()):
-        biases = {str(i): END_BIAS for i in ends or ()} | (completion["logit_bias"] or {})
-        completion |= {"temperature": 0, "logit_bias": biases}
+    completion |= {"prompt": prompt, "max_tokens": n_new}
+    for sampling, default in DEFAULTS.items():
+        completion[sampling] = max(0, fields.number(sampling, default, -math.inf))
     fields.finish()
     call = completion_call(completion, name, model, lambda prompt: None)
-    [request] = call.requests
-    options = ending_middles(tokenizer, model.eos_ids, request.options)
-    settings: Json = vars(call) | {
-        "requests": [replace(request, options=options, lines=lines)]
-    }
+    options = ending_middles(tokenizer, model.eos_ids, call.requests[0].options)
+    if completion["samplers"] and lists_sampler(fields, "infill", "i"):
+        biases = dict.fromkeys(ends or (), END_BIAS) | dict(options.logit_bias)
+        options = replace(options, temperature=0.0, logit_bias=tuple(biases.items()))
+    lines = call.requests[0].lines or Lines()
+    requests = [replace(one, options=options, lines=lines) for one in call.requests]
     text, fields_sent = tokenizer.decode(prompt, skip_special=False), tuple(map(str, paths))
-    return InfillCall(**settings, text=text, fields=fields_sent, silent=asked == 0)
+    settings: Json = vars(call) | {"requests": requests}
+    return InfillCall(**settings, text=text, fields=fields_sent)
 
 
 def _needed(fields: BodyFields, name: str) -> str:
@@ -114,27 +90,16 @@ def _needed(fields: BodyFields, name: str) -> str:
     return text
 
 
-def _sampling(fields: BodyFields) -> Json:
-    """Return the fields of `/v1/completions` that sample as these do."""
-    listed = fields.take("samplers", (list, str), "a list of names", None)
-    seed = fields.take("seed", (int,), "a whole number", None)
-    values: Json = {"seed": None if seed == -1 else seed}
-    values["repetition_penalty"] = fields.number("repeat_penalty", 1.0, 1e-3)
-    for name, (default, neutral) in SAMPLERS.items():
-        value = fields.number(name, default, -math.inf)
-        is_left_out = isinstance(listed, list) and name not in listed
-        values[name] = neutral if is_left_out else max(0, value)
-    return values
-
-
 class InfillReply(Reply):
     """Builds llama.cpp's answer to one call of `/infill`."""
 
     call: InfillCall
 
-    def whole(self) -> Json:
-        """Return the object of a call that does not stream."""
-        return self._end(self.endings[0], self.endings[0].result.text)
+    def whole(self) -> Any:
+        """Return the object of a call that does not stream; a list for several choices."""
+        ends = sorted(self.endings.items())
+        objects = [self._end(i, ending, ending.result.text) for i, ending in ends]
+        return objects if len(objects) > 1 else objects[0]
 
     def first(self) -> list[Json]:
         return []
@@ -142,20 +107,18 @@ class InfillReply(Reply):
     def piece(self, index: int, delta: Delta) -> list[Json]:
         if delta.ending:
             self.endings[index] = delta.ending
-            return [self._end(delta.ending, delta.text)]
-        part: Json = {"index": 0, "content": delta.text, "tokens": [], "id_slot": 0}
+            return [self._end(index, delta.ending, delta.text)]
+        part: Json = {"index": index, "content": delta.text, "tokens": [], "id_slot": 0}
         return [part | {"stop": False}]
 
     def last(self) -> list[Json | str]:
         return [""]  # no further event
 
-    def _end(self, ending: Ending, content: str) -> Json:
+    def _end(self, index: int, ending: Ending, content: str) -> Json:
         """Return the object of a finished text; a stream has sent the text before `content`."""
         call, result = self.call, ending.result
         options, is_eos = call.requests[0].options, False
         n_new, n_prompt = result.new_tokens, result.prompt_tokens
-        if call.silent:
-            n_new, content = 0, ""
         if result.finish_reason == "stop":
             is_eos = result.token_ids[-1] in (options.eos_ids or ())
         stop = "eos" if is_eos else "word" if result.finish_reason == "stop" else "limit"
@@ -164,7 +127,7 @@ class InfillReply(Reply):
         words = options.stop if stop == "word" else ()
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
         answer = {
-            "index": 0,
+            "index": index,
             "content": content,
             "tokens": [],
             "id_slot": 0,
@@ -174,7 +137,7 @@ class InfillReply(Reply):
             "tokens_evaluated": n_prompt,
             "generation_settings": {name: getattr(options, name) for name in names},
             "prompt": call.text,
-            "has_new_line": not call.silent and "\n" in result.text,
+            "has_new_line": "\n" in result.text,
             "truncated": False,
             "stop_type": stop,
             "stopping_word": next((word for word in words if word in said), ""),

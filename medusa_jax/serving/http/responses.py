@@ -17,7 +17,7 @@ from medusa_jax.whole_files import Json
 OWN = {"include", "input", "instructions", "max_output_tokens", "max_tool_calls"}
 OWN |= {"text", "tool_choice", "tools"}
 FOREIGN = {"messages", "max_tokens", "max_completion_tokens", "n", "response_format"}
-FOREIGN |= {"logprobs"}
+FOREIGN |= {"logprobs", "n_cmpl", "n_predict"}
 NEUTRAL: Values = {
     "background": (False,),
     "reasoning": ({}, {"effort": None}),
@@ -60,7 +60,7 @@ def responses_call(body: Any, *settings: Any) -> Call:
     fields = BodyFields({n: given[n] for n in names & given.keys()}, NEUTRAL)
     tools = fields.take("tools", (list,), "a list of functions", [])
     choice = fields.take("tool_choice", (str, dict), "a choice", "auto")
-    limit = fields.whole("max_output_tokens", None, 1, 2**31 - 1)
+    limit = fields.whole("max_output_tokens", None, 1)
     fields.whole("max_tool_calls", None, 0)  # of tools that run at OpenAI
     text = fields.inside("text")
     form = text.take("format", (dict,), "an object", {"type": "text"})
