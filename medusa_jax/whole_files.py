@@ -3,13 +3,15 @@
 import fcntl
 import glob
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,8 +22,10 @@ if TYPE_CHECKING:  # `--help` and bad flags need no NumPy
 
 # A JSON object.
 Json = dict[str, Any]
-# Digits that may be an integer beyond all floats.
-LONG = re.compile("[0-9]{309}")
+# Characters that may be a number beyond all floats.
+LONG = re.compile(r"[0-9]{200}|[0-9][eE]\+?[0-9]{3}")
+# Most lists and objects inside each other: code that walks through a value may recurse.
+MOST_NESTED = 100
 # Most characters of a file's name that its temporary directory's has.
 LONGEST = 200
 
@@ -173,21 +177,35 @@ def write_json(path: str | Path, value: object, indent: int | None = 1) -> None:
 
 
 def parse_json(text: str, **more: Any) -> Any:
-    """As `json.loads`, but JSON has no largest integer: those that no float holds are refused.
+    """As `json.loads`, but JSON has no largest number and no largest depth.
 
     Raises:
-      ValueError: no JSON, or such an integer.
-      RecursionError: nested too deeply.
+      ValueError: no JSON, a number that no float holds, or nested too deeply.
     """
-    return json.loads(text, parse_int=_int if LONG.search(text) else None, **more)
+    if LONG.search(text):
+        more |= {"parse_int": partial(_finite, int), "parse_float": partial(_finite, float)}
+    with suppress(RecursionError):
+        value = json.loads(text, **more)
+        level = [value]
+        for _ in range(MOST_NESTED + 1):
+            level = [
+                x for one in level if isinstance(one, dict | list) for x in _inside(one)
+            ]
+            if not level:
+                return value
+    raise ValueError(f"it is nested more than {MOST_NESTED} deep")
 
 
-def _int(digits: str) -> int:
-    try:
-        float(number := int(digits))
-    except OverflowError:
-        raise ValueError(f"an integer of {len(digits)} digits is too large") from None
-    return number
+def _inside(value: Json | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _finite(kind: type[int | float], digits: str) -> int | float:
+    with suppress(OverflowError):
+        number: int | float = kind(digits)
+        if math.isfinite(number):
+            return number
+    raise ValueError(f"a number of {len(digits)} digits, {digits[:9]}..., is too large")
 
 
 def write_array(path: str | Path, array: "np.ndarray") -> None:

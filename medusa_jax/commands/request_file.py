@@ -45,7 +45,7 @@ def read_file(path: str, defaults: Options) -> tuple[list[Any], list[Options]]:
             options.append(dataclasses.replace(defaults, **fields))
         except json.JSONDecodeError as error:
             raise UserError(f"{where} is not JSON: {error.msg}") from error
-        except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
+        except ValueError as error:  # numbers too long, lists too deep
             raise UserError(f"{where} cannot be read: {error}") from error
         except UserError as error:
             raise UserError(f"{where}: {error}") from error

@@ -14,7 +14,7 @@ def read_json(path: str) -> Json:
             value = parse_json(decode_text(f.read()))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} should hold a JSON object, not a {type(value).__name__}")

@@ -24,7 +24,7 @@ def load_tree_file(path: str | Path) -> Json:
     """
     try:
         data = parse_json(read_text(path))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"tree file {path} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         data = {"choices": data}

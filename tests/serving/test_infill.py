@@ -136,6 +136,8 @@ def test_samplers(port, http):
     # Where an end is nearly as likely as the text, `infill` ends.
     ended = infill(http, samplers=["top_k", "top_p", "infill"], temperature=1)
     assert greedy.startswith(ended["content"])
+    barred = infill(http, samplers=["infill"], logit_bias=[[greedy[0], False]])["content"]
+    assert barred[:1] != greedy[0] == infill(http, samplers="kpi")["content"][0]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,7 @@ def test_samplers(port, http):
         ({"mirostat": 2}, 400, "'mirostat' is not supported"),
         ({"n_predictt": 2}, 400, "unknown field 'n_predictt'"),
         ({"n_indent": -1}, 400, "'n_indent' should be"),
+        ({"n_indent": 2**32}, 400, "'n_indent' should be"),
     ],
 )
 def test_what_is_refused(http, fields, status, about):

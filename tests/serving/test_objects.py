@@ -99,6 +99,18 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(http, kind, fields):
         assert bytes(one["bytes"]).decode() == one["token"]
 
 
+@pytest.mark.parametrize(
+    "given", [{"5": 1, "hat": False}, [[5, 1.0], ["hat", -100]], [[5, 1], ["hat", False]]]
+)
+def test_biases_by_text(port, given):
+    """As llama.cpp takes them: pairs, texts of one token or more, and false for never."""
+    tokenizer = port.model.tokenizer
+    body = CHAT | {"logit_bias": given}
+    options = chat_call(body, NAME, port.model, "", 5, check=len).requests[0].options
+    expected = {5: 1.0} | dict.fromkeys(tokenizer.encode("hat"), -100.0)
+    assert dict(options.logit_bias) == expected
+
+
 THINKING = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}{% if m.name %}({{ m.name }}){% endif %}: "
     "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"

@@ -319,7 +319,7 @@ class Port:
                     value, ensure_ascii=False
                 ).encode()  # raises if one half is alone
             return value
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise HttpError(400, f"the body is not JSON: {error}") from error
 
 

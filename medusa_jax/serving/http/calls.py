@@ -25,7 +25,7 @@ from medusa_jax.serving.request import Lines, Request
 from medusa_jax.text.chat import PLAIN, SPECIALS, encode_turns, template_source
 from medusa_jax.text.fill import Gap, fill_of
 from medusa_jax.text.literal_text import literal_text
-from medusa_jax.text.tokenizer import TurnPrompt
+from medusa_jax.text.tokenizer import Tokenizer, TurnPrompt
 from medusa_jax.text.tool_chat import CallForm, call_form
 from medusa_jax.whole_files import Json
 
@@ -61,6 +61,7 @@ NUMBERS = {
 # vLLM's names of constraints: as fields guided_..., and within `structured_outputs`.
 GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 ANYTHING = (dict, list, str, bool)
+NUMBER = re.compile(r"\s*[-+]?[0-9_.]+\s*")
 # Other fields of `structured_outputs`, with their neutral values.
 STRUCTURED: Values = dict.fromkeys(
     ("disable_additional_properties", "disable_any_whitespace", "disable_fallback"),
@@ -110,7 +111,7 @@ def completion_call(
     fields = BodyFields(body, {**NEUTRAL, "add_special_tokens": (True,)})
     echo = fields.flag("echo")
     limit = limit_of(fields, COMPLETION_TOKENS)
-    options = _options(fields, name, limit)
+    options = _options(fields, name, model, limit)
     logprobs = fields.whole("logprobs", None, 0, MOST_BEST)
     options = dataclasses.replace(options, logprobs=logprobs)
     problem = "text, token ids, or a list of one of these"
@@ -166,7 +167,7 @@ def chat_call(
     """
     fields = BodyFields(body, {**NEUTRAL, "add_special_tokens": (False,)})
     limit = limit_of(fields, most_new)
-    options = _options(fields, name, limit, _response_format(fields))
+    options = _options(fields, name, model, limit, _response_format(fields))
     best = fields.whole("top_logprobs", 0, 0, MOST_BEST)
     if fields.flag("logprobs"):
         options = dataclasses.replace(options, logprobs=best)
@@ -209,7 +210,11 @@ def lists_sampler(fields: BodyFields, name: str, letter: str) -> bool:
 
 
 def _options(
-    fields: BodyFields, name: str, limit: int, constraint: tuple[str, Json] | None = None
+    fields: BodyFields,
+    name: str,
+    model: Model,
+    limit: int,
+    constraint: tuple[str, Json] | None = None,
 ) -> Options:
     """Read the options of both endpoints.
 
@@ -217,10 +222,10 @@ def _options(
       limit: maximum number of new tokens.
       constraint: the constraint in `response_format`.
     """
-    model = fields.text("model") or name  # llama.vim sends ""
-    if model != name:
+    asked = fields.text("model") or name  # llama.vim sends ""
+    if asked != name:
         raise HttpError(
-            404, f"there is no model {model!r} here", "model", "model_not_found"
+            404, f"there is no model {asked!r} here", "model", "model_not_found"
         )
     options: Json = {
         name: fields.number(name, getattr(DEFAULTS, name), *bounds)
@@ -232,7 +237,7 @@ def _options(
         "top_k": max(0, fields.whole("top_k", 0, -1)),  # vLLM: -1 keeps all
         "seed": secrets.randbits(32) if seed in (None, -1) else seed % 2**32,
         "stop": _stops(fields),
-        "logit_bias": _biases(fields),
+        "logit_bias": _biases(fields, model.tokenizer),
         "constraint": _constraint(fields, constraint),
     }
     options |= {
@@ -312,9 +317,20 @@ def _stops(fields: BodyFields) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _biases(fields: BodyFields) -> tuple[tuple[int, float], ...]:
+def _biases(fields: BodyFields, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    """Read OpenAI's biases by token id, or llama.cpp's, whose tokens may also be text."""
+    given = fields.take("logit_bias", (dict, list), "numbers by token id, or pairs", {})
+    pairs: Any = [*given.items()] if isinstance(given, dict) else given
+    weights: Json = {}
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise fields.refused("logit_bias", "should be pairs of a token and a number")
+        token, bias = pair
+        is_text = isinstance(token, str) and (pairs is given or not NUMBER.fullmatch(token))
+        ids = literal_text(tokenizer).encode(token, add_bos=False) if is_text else [token]
+        # False bars.
+        weights |= {str(i): -100 if bias is False else bias for i in ids}
     with fields.blamed("logit_bias"):
-        weights = fields.take("logit_bias", (dict,), "numbers by token id", {})
         biases = Options(logit_bias=weights).penalties.bias
     if any(not -100 <= bias <= 100 for _, bias in biases):
         raise fields.refused("logit_bias", "should be numbers from -100 to 100")

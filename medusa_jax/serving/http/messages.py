@@ -1,12 +1,11 @@
 """The messages of a chat, as turns that chat templates expect."""
 
-import json
 from contextlib import suppress
 from typing import Any
 
 from medusa_jax.serving.http.fields import BodyFields
 from medusa_jax.text.chat import MESSAGE_ROLES
-from medusa_jax.whole_files import Json
+from medusa_jax.whole_files import Json, parse_json
 
 ROLES = {**MESSAGE_ROLES, "tool": "tool"}
 # Fields that OpenAI's client sends back with an answer, with their neutral values.
@@ -74,8 +73,8 @@ def _call(fields: BodyFields) -> Json:
         raise fields.refused("function", "should have a 'name'")
     arguments: Any = function.take("arguments", (str, dict), "an object of JSON", "")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # then it stays text
-            arguments = json.loads(arguments) if arguments.strip() else {}
+        with suppress(ValueError):  # then it stays text
+            arguments = parse_json(arguments) if arguments.strip() else {}
     if not isinstance(arguments, dict):
         problem = "are not an object of JSON, and may be cut"
         raise function.refused("arguments", f"of the call of {name!r} {problem}")
