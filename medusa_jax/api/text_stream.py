@@ -24,8 +24,9 @@ class StoppingText:
     """Text of one row so far; holds back text that may begin a stop string.
 
     Args:
-      stop, stop_ids: strings and tokens that end the text and are cut off.
-      least: stop strings within the first `least` tokens do not end it.
+      stop, stop_ids: strings and tokens that end the text and are cut off. The text of a special token, which
+        decoding skips, stands for the token.
+      least: none of them ends it within the first `least` tokens.
       prompt: token ids before it.
 
     Attributes:
@@ -42,7 +43,10 @@ class StoppingText:
     ) -> None:
         self._decoder = StreamDecoder(tokenizer, prompt)
         self._stop = [s for s in stop if s]
-        self._stop_ids, self._least = stop_ids, least
+        special = tokenizer.special_ids
+        self._stop_ids = {i for s in stop if (i := tokenizer.token_to_id(s)) in special}
+        self._stop_ids |= {*stop_ids}
+        self._least = least
         self._held = ""
         self.text = ""
         self.stopped, self.stop_reason = False, "stop"
@@ -53,7 +57,7 @@ class StoppingText:
         if self.stopped:
             return ""
         self.tokens_used += 1
-        if token in self._stop_ids:
+        if token in self._stop_ids and self.tokens_used > self._least:
             tail = self.flush()
             self.stopped = True
             return tail
