@@ -1,5 +1,6 @@
 """The prompt of an answer that repeats it, by which evaluation harnesses score texts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ def echo_of(
     n: int | None,
     piece: int | None = None,
     slots: int = LEAST_SLOTS,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Delta:
     """Return a prompt as the first part of an answer, read piece by piece like any prompt.
 
@@ -48,6 +50,7 @@ def echo_of(
         has none.
       piece: tokens read at a time, a power of two; by default as the server reads.
       slots: least size of the cache, a power of two; each size has a program.
+      wanted: asked before each piece; if it is not, the rest has no scores.
     """
     if n is None:
         return Delta(text, [], list(ids), [], [])
@@ -61,6 +64,8 @@ def echo_of(
     text_S[: len(ids)] = ids
     logprobs, tops = list[float | None]([None]), list[Any]([None])
     for begin in range(0, len(ids) - 1, piece):
+        if not wanted():
+            break
         tokens_BT, next_BT = (text_S[None, b : b + piece] for b in (begin, begin + 1))
         begin_B = np.array([begin], np.int32)
         state, scored = read_scored(backbone, n_top, state, tokens_BT, next_BT, begin_B)

@@ -55,7 +55,7 @@ class Ending:
 
     Attributes:
       result: the whole answer; its times include steps of other requests.
-      waited_seconds: from `submit` until reading its prompt began.
+      waited_seconds: from the request's arrival until reading its prompt began.
       reused_tokens: prompt tokens taken from a row's cache.
       tree_nodes: nodes of the last step's tree; 1 is plain decoding.
       drafted: number of verified drafts.

@@ -1,7 +1,9 @@
 """A model that answers many requests at a time: a queue, and a thread that takes the turns."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +48,7 @@ class Server:
       more: `chunk_steps` and `piece`, for `Scheduler`.
 
     Attributes:
-      preparing: requests of the port that wait for a thread that compiles their constraints.
+      preparing: requests of the port that are not submitted yet: tokenised, scored, their constraints compiled.
 
     Example:
       with Server(model, slots=8) as server:
@@ -77,11 +79,13 @@ class Server:
         usual = BASE._replace(penalties=model.repetition_penalty != 1)
         self._first = Programs(usual, min(self._trees), LEAST_SLOTS)
         self._wake = threading.Condition()
+        self._inbox: list[Job] = []
+        self.preparing = 0
         piece = more.setdefault("piece", piece_for(model))
         self._compiler = Compiler(
             lambda: Batch(model, self._trees, self.most_new, piece),
             self._notify,
-            lambda: not (self.busy or self.waiting),
+            lambda: self.idle,
         )
         self._threads = GuideThreads(self._notify)
         self._scheduler = Scheduler(
@@ -92,8 +96,6 @@ class Server:
             threads=self._threads,
             **more,
         )
-        self._inbox: list[Job] = []
-        self.preparing = 0
         self._closing = self._changed = False
         self._failures = self._chunks = 0
         self._error: BaseException | None = None
@@ -102,7 +104,7 @@ class Server:
         self._thread.start()
         self.learner = learner
         if learner:
-            learner.start(lambda: not (self.busy or self.waiting))
+            learner.start(lambda: self.idle)
 
     def __enter__(self) -> "Server":
         return self
@@ -121,9 +123,18 @@ class Server:
         return self._scheduler.busy
 
     @property
+    def _queued(self) -> int:
+        return self._scheduler.waiting + len(self._inbox)
+
+    @property
     def waiting(self) -> int:
         """Requests without a slot."""
-        return self._scheduler.waiting + len(self._inbox)
+        return self.preparing + self._queued
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no request."""
+        return not (self.busy or self.waiting)
 
     @property
     def running(self) -> bool:
@@ -150,13 +161,41 @@ class Server:
         """
         return self.submit_all([request])[0]
 
+    @contextmanager
+    def arriving(self, n: int, *, waits: bool) -> Iterator[float]:
+        """Count requests as waiting while the block prepares and submits them; yields when they came.
+
+        Args:
+          waits: whether they wait for others that are being prepared.
+
+        Raises:
+          Busy: the queue is full.
+        """
+        with self._wake:
+            self._check_queue(self.waiting if waits else 0)
+            self.preparing += n
+        try:
+            yield time.perf_counter()
+        finally:
+            with self._wake:
+                self.preparing -= n
+                self._notify()  # the server may be idle
+
+    def _check_queue(self, waiting: int) -> None:
+        if waiting >= self.queue:
+            raise Busy(f"{waiting} requests are waiting already")
+
     def submit_all(
-        self, requests: Sequence[Request], deliver: Sequence[Deliver] | None = None
+        self,
+        requests: Sequence[Request],
+        deliver: Sequence[Deliver] | None = None,
+        arrived: float | None = None,
     ) -> list[Handle]:
         """Queue several requests, or none of them if one is refused; a queue with room takes them all.
 
         Args:
           deliver: for each request, a function to call with its deltas, instead of the handle.
+          arrived: when they came; by default now.
 
         Raises:
           UserError, Busy, Stopped: as for `submit`.
@@ -167,16 +206,17 @@ class Server:
             make_job(self.model, request, self.most_prompt, self.most_new, handle, each)
             for request, handle, each in zip(requests, handles, delivers)
         ]
-        for job in jobs if self.learner else ():
-            job.deliver = partial(self._deliver, job, job.deliver)
+        for job in jobs:
+            job.submitted_at = arrived or job.submitted_at
+            if self.learner:
+                job.deliver = partial(self._deliver, job, job.deliver)
         guides = [job.guide for job in jobs if job.guide]
         for guide in guides:  # choices of one call
             guide.patience = guides[0].patience
         with self._wake:
             if not self.running:
                 raise Stopped("the server is closed")
-            if self.waiting >= self.queue:
-                raise Busy(f"{self.waiting} requests are waiting already")
+            self._check_queue(self._queued)
             self._inbox += jobs
             self._wake.notify()
         return handles
@@ -270,7 +310,7 @@ class Server:
         """
         with self._wake:
             while not (self._take_inbox() or self._changed or busy):
-                if self._closing and not (self.busy or self.waiting):
+                if self._closing and not (self.busy or self._queued):
                     return False
                 self._compiler.look_again()
                 self._wake.wait()

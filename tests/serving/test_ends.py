@@ -23,12 +23,14 @@ from served import (
 )
 
 from medusa_jax import Options
-from medusa_jax.serving import Request, Server, Stopped, programs
+from medusa_jax.serving import Request, Server, Stopped, echo, programs
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.http import Limits, make_app
 from medusa_jax.serving.job import Group
 from medusa_jax.serving.request import NoScores
 from medusa_jax.serving.server import MOST_FAILURES
+
+PATH = "/v1/completions"
 
 
 def test_health_waits_for_the_first_program(port, http, monkeypatch):
@@ -288,6 +290,46 @@ def test_a_full_queue(port, http):
     assert after == (before[0] + 1, before[1] + 1)
     for handle in handles:
         assert list(handle)[-1].ending
+
+
+SCORED = ASKED | {"prompt": ["in the hat"] * 3, "echo": True, "logprobs": 1}
+
+
+@pytest.mark.parametrize("times_out", [True, False])
+def test_scoring_ends_with_its_client(port, http, other, monkeypatch, times_out):
+    """And counts as work: nothing is learned or compiled ahead while prompts are scored."""
+    pieces, go_on, true = [], threading.Event(), echo.read_scored
+
+    def read(*given):
+        pieces.append(port.server.idle)
+        go_on.wait(60)
+        return true(*given)
+
+    monkeypatch.setattr(echo, "read_scored", read)
+    if times_out:
+        answer = other("POST", PATH, limits=Limits(seconds=0.3), json=SCORED)
+        assert answer.status_code == 504
+    else:
+        link = raw(port, SCORED)
+        until(lambda: pieces)
+        assert counted(http, "vllm:num_requests_waiting") == 3
+        link.close()
+    until(lambda: port.server.idle)
+    go_on.set()
+    answer = http.post(PATH, json=SCORED | {"prompt": "in the hat"})
+    assert answer.status_code == 200 and pieces == [False, False]
+
+
+def test_waiting_for_the_scores_of_others_counts(port, http, monkeypatch):
+    """From its arrival: with tokens to be written or without."""
+    true = echo.read_scored
+    monkeypatch.setattr(echo, "read_scored", lambda *x: time.sleep(0.2) or true(*x))
+    before = counted(http, "vllm:time_to_first_token_seconds_sum")
+    for limit in (0, 1):
+        [one, *_] = http.post(PATH, json=SCORED | {"max_tokens": limit}).json()["choices"]
+        own = one["medusa"]
+        assert own["waited_seconds"] + own["prefill_seconds"] > 0.6
+    assert counted(http, "vllm:time_to_first_token_seconds_sum") - before > 6 * 0.6
 
 
 @pytest.mark.parametrize("waiting", [True, False])

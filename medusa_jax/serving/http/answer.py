@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from medusa_jax.api import Result
 from medusa_jax.serving.echo import echo_of
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply
-from medusa_jax.serving.request import Busy, Delta, Ending, Handle, Stopped
+from medusa_jax.serving.request import Delta, Ending, Handle, Stopped
 from medusa_jax.serving.server import Server
 from medusa_jax.whole_files import Json
 
@@ -88,15 +89,10 @@ class Answer:
         constrained = any(request.options.constraint for request in self._requests)
         executor = SCORER if self._reply.call.echo else COMPILER if constrained else None
         submit = partial(self._submit, [partial(deliver, i) for i in range(n)])
-        n = n if executor else 0  # those that wait for a thread count as waiting
         try:
-            if n and (waiting := server.waiting + server.preparing) >= server.queue:
-                raise Busy(f"{waiting} requests are waiting already")
-            server.preparing += n
-            try:  # in a thread, since tokenising a long text takes time
-                await loop.run_in_executor(executor, submit)
-            finally:
-                server.preparing -= n
+            with server.arriving(n, waits=executor is not None) as arrived:
+                # In a thread, since tokenising a long text takes time.
+                await loop.run_in_executor(executor, submit, arrived)
         except asyncio.CancelledError:  # `submit` may still be waiting for its thread
             self._left = True
             self._cancel()
@@ -106,20 +102,26 @@ class Answer:
     async def __aexit__(self, *_: object) -> None:
         self._cancel()
 
-    def _submit(self, delivers: list[Callable[[Delta | Stopped], None]]) -> None:
-        echoes, call = self._reply.echoes, self._reply.call
+    def _submit(
+        self, delivers: list[Callable[[Delta | Stopped], None]], arrived: float
+    ) -> None:
+        echoes, call, model = self._reply.echoes, self._reply.call, self._server.model
+        start = time.perf_counter()
         for i, (text, request) in enumerate(zip(call.echo, self._requests)):
+            scored = text, request.prompt, request.options.logprobs
             # Choices of one prompt share its scores.
             echoes[i] = echoes.get(i - request.id) or echo_of(
-                self._server.model, text, request.prompt, request.options.logprobs
+                model, *scored, wanted=lambda: not self._left
             )
+        seconds = time.perf_counter() - start
         if call.empty and call.echo:  # scored, so that it need not be read again
             for deliver, request in zip(delivers, self._requests):
                 n = len(request.prompt)
-                empty = Result("", [], [], "length", n, 0, [], 0.0, 0.0, 0.0)
-                deliver(Delta("", [], [], [], [], Ending(empty, 0.0, 0, 1)))
+                empty = Result("", [], [], "length", n, 0, [], seconds, 0.0, 0.0)
+                ending = Ending(empty, start - arrived, 0, 1)
+                deliver(Delta("", [], [], [], [], ending))
         elif not self._left:
-            self._handles = self._server.submit_all(self._requests, delivers)
+            self._handles = self._server.submit_all(self._requests, delivers, arrived)
             if self._left:
                 self._cancel()
 

@@ -12,13 +12,7 @@ from medusa_jax.api import Model, Options
 from medusa_jax.api.prompts import ending_middles, ending_turns
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.serving.echo import MOST_BEST
-from medusa_jax.serving.http.fields import (
-    MOST_WHOLE,
-    NEUTRAL,
-    BodyFields,
-    HttpError,
-    Values,
-)
+from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError, Values
 from medusa_jax.serving.http.messages import content_of, read_messages
 from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Lines, Request
@@ -37,13 +31,8 @@ MOST_PREDICTED = 1 << 16
 COMPLETION_TOKENS = 16
 # The limit of new tokens, under llama.cpp's name, which llama.cpp prefers, and under OpenAI's.
 LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
-# llama.cpp's samplers: the letter and the neutral value, which counts if `samplers` does not list it.
-SAMPLERS = {
-    "temperature": ("t", 1.0),
-    "top_k": ("k", 0),
-    "top_p": ("p", 1.0),
-    "min_p": ("m", 0.0),
-}
+# Letters of llama.cpp's samplers; if `samplers` lists one not, its option has its default.
+SAMPLERS = {"temperature": "t", "top_k": "k", "top_p": "p", "min_p": "m"}
 # Variables of chat templates that `chat_template_kwargs` cannot set.
 RESERVED = {"messages", "tools", "add_generation_prompt", *SPECIALS}
 # Defaults of options, and bounds of those that are real numbers.
@@ -200,7 +189,7 @@ def limit_of(fields: BodyFields, default: int) -> int:
     """Return the most new tokens: 0 reads only the prompt, and -1 is llama.cpp's "no limit"."""
     limits = [fields.whole(name, None, -1) for name in LIMITS]
     limit = next((n for n in limits if n is not None), default)
-    return MOST_WHOLE if limit < 0 else limit
+    return 2**31 - 1 if limit < 0 else limit
 
 
 def lists_sampler(fields: BodyFields, name: str, letter: str) -> bool:
@@ -240,11 +229,9 @@ def _options(
         "logit_bias": _biases(fields, model.tokenizer),
         "constraint": _constraint(fields, constraint),
     }
-    options |= {
-        sampler: neutral
-        for sampler, (letter, neutral) in SAMPLERS.items()
-        if not lists_sampler(fields, sampler, letter)
-    }
+    for sampler, letter in SAMPLERS.items():
+        if not lists_sampler(fields, sampler, letter):
+            options[sampler] = getattr(DEFAULTS, sampler)
     if penalty := fields.number("repeat_penalty", None, *NUMBERS["repetition_penalty"]):
         options["repetition_penalty"] = penalty  # llama.cpp's name
     if fields.flag("ignore_eos"):
