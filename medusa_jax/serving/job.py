@@ -90,7 +90,7 @@ class Job:
       reused, tree_nodes: as in `Ending`.
       drafted: number of its prompt's tokens that the drafter has read; of its text's up to a gap.
       has_gap: steps without drafts have left a gap in the drafter's state.
-      verified: number of drafts.
+      drafts: as in `Ending`.
       histogram_L: steps that appended 1, 2, ... tokens, as far as the host has read.
       counts_3L: accepted and tested drafts (`Ladder`).
     """
@@ -109,7 +109,7 @@ class Job:
     reused: int = 0
     drafted: int = 0
     has_gap: bool = False
-    verified: int = 0
+    drafts: list[int] = field(default_factory=list)
     histogram_L: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
     counts_3L: np.ndarray | None = None
     tree_nodes: int = 1
@@ -171,7 +171,7 @@ class Job:
     def see(self, progress: Progress, row: int, nodes: int) -> np.ndarray:
         """Record steps with a tree of these nodes (0: none); returns how many appended 1, 2, ... tokens."""
         before, self.steps_seen = self.steps_seen, int(progress.steps_B[row])
-        self.verified += (self.steps_seen - before) * max(0, nodes - 1)
+        self.drafts += (self.steps_seen - before) * [nodes - 1]
         self.tree_nodes = nodes or self.tree_nodes
         self.length = int(progress.length_B[row])
         new_L = np.asarray(progress.histogram_BL[row]) - self.histogram_L
@@ -213,7 +213,7 @@ class Job:
             result.cut(len(self.token_ids), self.text.text)
             result.finish_reason = self.text.stop_reason
         queue_seconds = self.started_at - self.submitted_at
-        trees = self.tree_nodes, self.verified
+        trees = self.tree_nodes, self.drafts
         return Ending(result, queue_seconds, self.reused, *trees)
 
 

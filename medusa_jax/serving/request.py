@@ -58,14 +58,14 @@ class Ending:
       waited_seconds: from the request's arrival until reading its prompt began.
       reused_tokens: prompt tokens taken from a row's cache.
       tree_nodes: nodes of the last step's tree; 1 is plain decoding.
-      drafted: number of verified drafts.
+      drafts: of each step, the number of verified drafts; perhaps of further steps, after the text's end.
     """
 
     result: Result
     waited_seconds: float
     reused_tokens: int
     tree_nodes: int
-    drafted: int = 0
+    drafts: Sequence[int] = ()
 
     @property
     def accepted_drafts(self) -> int:
@@ -73,13 +73,18 @@ class Ending:
         return sum(depth != 0 for depth in self.result.draft_depths)
 
     @property
+    def drafted(self) -> int:
+        """Number of verified drafts."""
+        return sum(self.drafts[: self.result.steps])
+
+    @property
     def accepted_by_step(self) -> list[int]:
-        """Accepted drafts of each step. The last step may have ended before its bonus token."""
+        """Accepted drafts of each step that verified drafts. The last step may have ended before its bonus token."""
         depths, lengths = self.result.draft_depths, self.result.accepted_lengths
         accepted = [n - 1 for n in lengths]
         if accepted and depths[-1]:
             accepted[-1] += 1
-        return accepted
+        return [n for n, drafts in zip(accepted, self.drafts) if drafts]
 
 
 @dataclass(frozen=True)

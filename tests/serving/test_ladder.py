@@ -1,6 +1,7 @@
 """The size of the tree that a chunk of steps takes: what is measured, what is chosen, and that no text shows it."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +9,14 @@ import turns
 from turns import TREE, InPlace, alone, check, run
 
 from medusa_jax import Options, Tree
+from medusa_jax.api import Result
 from medusa_jax.serving import Request
-from medusa_jax.serving.job import Group
+from medusa_jax.serving.http.metrics import Metrics
+from medusa_jax.serving.http.replies import Reply
+from medusa_jax.serving.job import Group, Job
 from medusa_jax.serving.ladder import Ladder, ladder_sizes
 from medusa_jax.serving.programs import Programs
+from medusa_jax.serving.request import Ending
 
 SIZES = [Tree.none(), Tree.chain(1), Tree.chain(3)]
 TOKENS = [1.0, 1.6, 2.4]
@@ -58,6 +63,28 @@ def test_a_request_begins_with_what_others_accepted():
         ladder.count(other, steps(1.0), 4, False)
     assert ladder.begin()[0, 0] < 0.1 * first[0, 0]
     assert ladder.begin()[1, 0] == first[1, 0]
+
+
+def test_figures_of_drafts_are_of_the_steps_that_had_any():
+    """Not of plain steps between them, nor of those after a stop string; none without a step."""
+    job, reply = Job(*[None] * 6), Reply.__new__(Reply)
+    for n, nodes in ((0, 0), (2, 4), (3, 1), (5, 4)):
+        progress = SimpleNamespace(steps_B=[n], length_B=[9], histogram_BL=[np.zeros(1)])
+        job.see(progress, 0, nodes)
+    for n_tokens, by_step, drafted in ((8, [1, 0, 2], 9), (3, [1], 3), (1, [], 0)):
+        depths = [0, 1, 0, 0, 0, 1, 2, 0]
+        result = Result("", depths, depths, "length", 3, 4, [2, 1, 1, 0], 0.1, 0.1, 0.0)
+        result.cut(n_tokens, "")
+        ending = Ending(result, 0.0, 0, 4, job.drafts)
+        reply.endings, told = {0: ending}, Metrics(SimpleNamespace(learner=None))
+        told.ended(ending)
+        value = told.registry.get_sample_value
+        assert value("vllm:spec_decode_num_drafts_total") == len(by_step)
+        assert value("vllm:spec_decode_num_draft_tokens_total") == drafted
+        figures = reply.metrics().get("metrics", {}).get("speculative_decoding", {})
+        assert figures.get("num_spec_steps", 0) == len(by_step)
+        assert figures.get("num_draft_tokens", 0) == drafted
+        assert figures.get("mean_acceptance_length", 1) == 1 + np.mean(by_step or [0])
 
 
 class Wanting(InPlace):

@@ -71,7 +71,7 @@ class Metrics:
         self._prompt.inc(result.prompt_tokens)
         self._reused.inc(ending.reused_tokens)
         self._written.inc(result.new_tokens)
-        self._drafts.inc(result.steps if ending.drafted else 0)
+        self._drafts.inc(len(ending.accepted_by_step))
         self._drafted.inc(ending.drafted)
         self._accepted.inc(ending.accepted_drafts)
         self._queue.observe(seconds)

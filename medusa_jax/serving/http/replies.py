@@ -175,7 +175,7 @@ class Reply:
 
     def metrics(self) -> Json:
         """Return vLLM's figures of the drafts of all choices; {} if nothing was drafted."""
-        endings = [e for e in self.endings.values() if e.drafted or e.accepted_drafts]
+        endings = [e for e in self.endings.values() if e.accepted_by_step]
         if not endings:
             return {}
         by_step = [n for ending in endings for n in ending.accepted_by_step]
