@@ -150,6 +150,11 @@ TEXTS = [
     (' {"name": "no', ' {"name": "no', 0),
     ("```", "```", 0),
     ("<tool_call>\nno\n</tool_call>!", "<tool_call>\nno\n</tool_call>!", 0),
+    # Blanks before a text that begins like a mark, or with one of no call.
+    *(
+        (f"<tool_call>\n{CALL}\n</tool_call>{text}", text, 1)
+        for text in ("\n\n<b>", "\n\n```json\nx", " \n```py\n")
+    ),
 ]
 # Of a form that has no marks.
 BARE = [

@@ -220,7 +220,7 @@ class Port:
         except Exception as broken:
             status, note = 500, f"{type(broken).__name__}: {broken}"
             if events.headers_sent:
-                await events.end(BROKEN.body())
+                await events.end(reply.error(BROKEN))
             raise
         finally:
             if error:
@@ -231,7 +231,7 @@ class Port:
                 duration = time.perf_counter() - start
                 log(f"POST {request.url.path} {status}: {note}, after {duration:.2f} s")
         if error and events.headers_sent:
-            await events.end(error.body())
+            await events.end(reply.error(error))
         elif error:
             raise error
         elif response:

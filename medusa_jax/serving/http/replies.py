@@ -9,6 +9,7 @@ from typing import Any
 
 from medusa_jax.api import Result
 from medusa_jax.serving.http.calls import Call
+from medusa_jax.serving.http.fields import HttpError
 from medusa_jax.serving.http.tools import CallReader
 from medusa_jax.serving.request import Delta, Ending
 from medusa_jax.text.token_bytes import TokenBytes
@@ -151,6 +152,10 @@ class Reply:
         if not self.call.usage:
             return ["[DONE]"]
         return [self._event([]) | {"usage": self.usage()} | self.metrics(), "[DONE]"]
+
+    def error(self, error: HttpError) -> Json:
+        """Return the event of an error that ends a stream."""
+        return error.body()
 
     def usage(self) -> Json:
         """Return the counts of tokens; a prompt of several choices counts once."""

@@ -38,6 +38,7 @@ REPEATED: Json = {
     "top_p": 1.0,
 }
 SYSTEM = ("system", "developer")
+LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 
 def responses_call(body: Any, *settings: Any) -> Call:
@@ -72,9 +73,12 @@ def responses_call(body: Any, *settings: Any) -> Call:
         "tool_choice": _choice(choice),
         "response_format": _nested(form, "json_schema"),
         "verbosity": text.text("verbosity", None),
-        "logprobs": "message.output_text.logprobs" in included,
+        "logprobs": LOGPROBS in included,
     }
     fields.finish()
+    if chat.get("top_logprobs") and not chat["logprobs"]:
+        problem = f"'top_logprobs' needs 'include': [{LOGPROBS!r}]"
+        raise HttpError(400, problem, "top_logprobs")
     call = chat_call(chat, *settings)
     repeated = {name: given.get(name, default) for name, default in REPEATED.items()}
     return dataclasses.replace(call, repeated=repeated)
@@ -147,6 +151,7 @@ class ResponsesReply(Reply):
         super().__init__(call, vocabulary, model)
         self._items: list[Json] = []
         self._open_kind = ""  # the type of the last item, if it may still grow
+        self._entries: list[Json] = []  # log-probabilities of tokens whose text is to come
         self._n_events = 0
         self._response: Json = {
             "id": f"resp_{secrets.token_hex(16)}",
@@ -180,12 +185,13 @@ class ResponsesReply(Reply):
 
     def piece(self, index: int, delta: Delta) -> list[Json]:
         content, events = self._delta(index, delta), list[Json]()
-        is_empty = delta.ending is not None and not (content or self._items)
-        if (text := content.get("content", "")) or is_empty:
-            if self._open_kind != "message":
+        self._entries += (self._logprobs(index, delta) or {"content": []})["content"]
+        is_open = self._open_kind == "message"
+        is_empty = not (content or self._items) or (is_open and self._entries)
+        if (text := content.get("content", "")) or (delta.ending and is_empty):
+            if not is_open:
                 events += self._open("message")
-            logprobs = self._logprobs(index, delta)
-            entries = logprobs["content"] if logprobs else []
+            entries, self._entries = self._entries, []
             [part] = self._items[-1]["content"]
             part["text"] += text
             part["logprobs"] += entries
@@ -199,6 +205,12 @@ class ResponsesReply(Reply):
             self.endings[index] = delta.ending
             events += self._close(self._status())
         return events
+
+    def error(self, error: HttpError) -> Json:
+        about = error.body()["error"]
+        names = ("code", "message", "param")
+        event = {"type": "error", "sequence_number": self._n_events}
+        return event | {name: about[name] for name in names}
 
     def _status(self) -> str:
         is_cut = self._finish_reason(0, self.endings[0]) == "length"

@@ -168,6 +168,7 @@ class CallReader:
     half: bool = False
     _held: str = ""
     _mark: Mark | None = None  # of the call that may have begun
+    _blanks: str = ""  # before it, since the last call: text unless it is a call
     _fresh: bool = True  # only blanks have come since the start, or since the last call
 
     def __post_init__(self) -> None:
@@ -214,7 +215,11 @@ class CallReader:
             plain = self._held[: len(self._held) - length]
             self._held = self._held[len(plain) :]
         if self._fresh and self.calls and not plain.strip():
-            return "" if mark else None  # blanks between two calls are not text
+            if not mark:
+                self._held = plain + self._held
+                return None
+            self._blanks = plain
+            return ""
         self._fresh = self._fresh and not plain.strip()
         return plain if mark or plain else None
 
@@ -237,7 +242,7 @@ class CallReader:
                 whole = closed or isinstance(value, dict)
             if not (closed or ended):
                 return None
-            self.half = not whole
+            self.half, self._blanks = not whole, ""
             function = {"name": head[1], "arguments": arguments}
             number = f"call_{secrets.token_hex(12)}"
             self.calls.append({"id": number, "type": "function", "function": function})
@@ -247,7 +252,7 @@ class CallReader:
             return None
         if is_own and end and not (closed or ended):
             return None
-        raw = begin
+        raw, self._blanks = self._blanks + begin, ""
         if is_own and end:
             text, mark, self._held = self._held.partition(end)
             raw += text + mark
