@@ -188,16 +188,15 @@ def parse_json(text: str, **more: Any) -> Any:
         value = json.loads(text, **more)
         level = [value]
         for _ in range(MOST_NESTED + 1):
-            level = [
-                x for one in level if isinstance(one, dict | list) for x in _inside(one)
-            ]
+            level = [x for one in level for x in _inside(one)]
             if not level:
                 return value
     raise ValueError(f"it is nested more than {MOST_NESTED} deep")
 
 
-def _inside(value: Json | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
+def _inside(value: Any) -> Iterable[Any]:
+    value = value.values() if isinstance(value, dict) else value
+    return () if isinstance(value, str | int | float | None) else value
 
 
 def _finite(kind: type[int | float], digits: str) -> int | float:

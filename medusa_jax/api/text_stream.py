@@ -43,10 +43,8 @@ class StoppingText:
     ) -> None:
         self._decoder = StreamDecoder(tokenizer, prompt)
         self._stop = [s for s in stop if s]
-        special = tokenizer.special_ids
-        self._stop_ids = {i for s in stop if (i := tokenizer.token_to_id(s)) in special}
-        self._stop_ids |= {*stop_ids}
-        self._least = least
+        special = {tokenizer.token_to_id(s) for s in stop} & tokenizer.special_ids
+        self._stop_ids, self._least = special | {*stop_ids}, least
         self._held = ""
         self.text = ""
         self.stopped, self.stop_reason = False, "stop"

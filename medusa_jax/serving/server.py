@@ -47,9 +47,6 @@ class Server:
       learner: trains the draft heads on finished answers while no request runs.
       more: `chunk_steps` and `piece`, for `Scheduler`.
 
-    Attributes:
-      preparing: requests of the port that are not submitted yet: tokenised, scored, their constraints compiled.
-
     Example:
       with Server(model, slots=8) as server:
           for delta in server.submit(Request("def parse(", Options(max_new_tokens=50))):
@@ -80,7 +77,7 @@ class Server:
         self._first = Programs(usual, min(self._trees), LEAST_SLOTS)
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
-        self.preparing = 0
+        self._arrivals: dict[float, int] = {}  # numbers of requests by their time
         piece = more.setdefault("piece", piece_for(model))
         self._compiler = Compiler(
             lambda: Batch(model, self._trees, self.most_new, piece),
@@ -123,6 +120,11 @@ class Server:
         return self._scheduler.busy
 
     @property
+    def preparing(self) -> int:
+        """Requests of the port before they are submitted: tokenised, scored, their constraints compiled."""
+        return sum([*self._arrivals.values()])
+
+    @property
     def _queued(self) -> int:
         return self._scheduler.waiting + len(self._inbox)
 
@@ -163,22 +165,19 @@ class Server:
 
     @contextmanager
     def arriving(self, n: int, *, waits: bool) -> Iterator[float]:
-        """Count requests as waiting while the block prepares and submits them; yields when they came.
-
-        Args:
-          waits: whether they wait for others that are being prepared.
+        """Count requests as waiting until the block has submitted them; yields when they came.
 
         Raises:
-          Busy: the queue is full.
+          Busy: the queue is full, and they wait for others that are being prepared.
         """
         with self._wake:
             self._check_queue(self.waiting if waits else 0)
-            self.preparing += n
+            now = time.perf_counter()
+            self._arrivals[now] = n
         try:
-            yield time.perf_counter()
+            yield now
         finally:
-            with self._wake:
-                self.preparing -= n
+            if self._arrivals.pop(now, 0):
                 self._notify()  # the server may be idle
 
     def _check_queue(self, waiting: int) -> None:
@@ -217,6 +216,7 @@ class Server:
             if not self.running:
                 raise Stopped("the server is closed")
             self._check_queue(self._queued)
+            self._arrivals.pop(arrived or 0.0, 0)
             self._inbox += jobs
             self._wake.notify()
         return handles

@@ -71,20 +71,21 @@ def test_figures_of_drafts_are_of_the_steps_that_had_any():
     for n, nodes in ((0, 0), (2, 4), (3, 1), (5, 4)):
         progress = SimpleNamespace(steps_B=[n], length_B=[9], histogram_BL=[np.zeros(1)])
         job.see(progress, 0, nodes)
+    depths = [0, 1, 0, 0, 0, 1, 2, 0]
     for n_tokens, by_step, drafted in ((8, [1, 0, 2], 9), (3, [1], 3), (1, [], 0)):
-        depths = [0, 1, 0, 0, 0, 1, 2, 0]
         result = Result("", depths, depths, "length", 3, 4, [2, 1, 1, 0], 0.1, 0.1, 0.0)
         result.cut(n_tokens, "")
-        ending = Ending(result, 0.0, 0, 4, job.drafts)
-        reply.endings, told = {0: ending}, Metrics(SimpleNamespace(learner=None))
-        told.ended(ending)
-        value = told.registry.get_sample_value
-        assert value("vllm:spec_decode_num_drafts_total") == len(by_step)
-        assert value("vllm:spec_decode_num_draft_tokens_total") == drafted
+        reply.endings = {0: Ending(result, 0.0, 0, 4, job.drafts)}
+        metrics = Metrics(SimpleNamespace(learner=None))
+        metrics.ended(reply.endings[0])
+        value = metrics.registry.get_sample_value
+        counts = [
+            value(f"vllm:spec_decode_num_{x}_total") for x in ("drafts", "draft_tokens")
+        ]
+        assert counts == [len(by_step), drafted]
         figures = reply.metrics().get("metrics", {}).get("speculative_decoding", {})
-        assert figures.get("num_spec_steps", 0) == len(by_step)
-        assert figures.get("num_draft_tokens", 0) == drafted
-        assert figures.get("mean_acceptance_length", 1) == 1 + np.mean(by_step or [0])
+        names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        assert [figures.get(x, 0) for x in names] == [*counts, sum(by_step)]
 
 
 class Wanting(InPlace):

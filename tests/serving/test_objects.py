@@ -17,7 +17,8 @@ from medusa_jax import Options, demo
 from medusa_jax.serving.echo import echo_of, read_scored
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
-from medusa_jax.serving.request import Delta, Request
+from medusa_jax.serving.http.responses import ResponsesReply
+from medusa_jax.serving.request import Delta, Ending, Request
 from medusa_jax.text.chat import encode_prompt
 from medusa_jax.text.tokenizer import load_tokenizer
 
@@ -53,38 +54,41 @@ def test_how_long_an_answer_may_be(port, http):
     assert length("completion", {"prompt": "in", "n_predict": 20, "temperature": 0}) == 20
 
 
-@pytest.mark.parametrize("limit", ["n_predict", "max_tokens"])
 @pytest.mark.parametrize("kind", PATHS)
-def test_only_the_prompt_is_read(port, http, kind, limit):
-    """As llama.vim warms a chat up; then the whole prompt is in the cache, whatever `samplers` lists."""
-    text = f"{kind} {limit} in the hat and the cat"
+def test_only_the_prompt_is_read(port, http, kind):
+    """As llama.vim warms a chat up: then the whole prompt is in the cache."""
+    text = f"{kind} in the hat and the cat"
     turns = [{"role": "user", "content": text}]
     start = {"prompt": text} if kind == "completion" else CHAT | {"messages": turns}
-    warm = {"model": "", "samplers": [], "response_fields": [""], "cache_prompt": True}
-    answer = http.post(PATHS[kind], json=start | warm | {limit: 0, "id_slot": 1}).json()
-    [choice] = answer["choices"]
-    assert choice.get("text", choice.get("message", {}).get("content")) == ""
-    usage = answer["usage"]
-    assert (choice["finish_reason"], usage["completion_tokens"]) == ("length", 0)
-    both(http, PATHS[kind], **start | {limit: 0})
+    warm = start | {"model": "", "samplers": [], "response_fields": [""], "id_slot": 1}
+    answer = http.post(PATHS[kind], json=warm | {"n_predict": 0}).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+    both(http, PATHS[kind], **start, max_tokens=0)
     body = start | {"samplers": ["min_p", "temperature"], "min_p": 0.1, "temperature": 0.1}
-    usage = http.post(PATHS[kind], json=body | {"top_k": 1, limit: 3}).json()["usage"]
+    usage = http.post(PATHS[kind], json=body | {"max_tokens": 3}).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
-def test_samplers_that_are_not_listed(port):
-    fields = {
-        "temperature": 0.5,
-        "top_k": 3,
-        "top_p": 0.4,
-        "min_p": 0.2,
-        "repeat_penalty": 2,
-    }
-    for samplers, expected in ((["top_k"], (1, 3, 1, 0, 2)), ("mp", (1, 0, 0.4, 0.2, 2))):
-        body = CHAT | fields | {"samplers": samplers}
-        options = chat_call(body, NAME, port.model, "", 5, check=len).requests[0].options
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# fmt: off
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({"samplers": ["top_k"]}, (1, 3, 1, 0, 2)),  # what is not listed counts for nothing
+    ({"samplers": "mp"}, (1, 0, 0.4, 0.2, 2)),
+    ({"logit_bias": {"5": 1, "hat": False}}, None),
+    ({"logit_bias": [[5, 1.0], ["hat", -100]]}, None),
+    ({"logit_bias": [[5, 1], ["hat", False]]}, None),
+])
+# fmt: on
+def test_llama_cpps_sampling(port, fields, expected):
+    body = {"temperature": 0.5, "top_k": 3, "top_p": 0.4, "min_p": 0.2, "repeat_penalty": 2}
+    body = CHAT | body | fields
+    options = chat_call(body, NAME, port.model, "", 5, check=len).requests[0].options
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    if expected:
         assert tuple(getattr(options, name) for name in names) == expected
+    else:
+        hat = dict.fromkeys(port.model.tokenizer.encode("hat"), -100.0)
+        assert dict(options.logit_bias) == {5: 1.0} | hat
 
 
 @pytest.mark.parametrize(
@@ -97,18 +101,6 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(http, kind, fields):
     assert len(found["tokens" if kind == "completion" else "content"]) == 9
     for one in found.get("content", ()):
         assert bytes(one["bytes"]).decode() == one["token"]
-
-
-@pytest.mark.parametrize(
-    "given", [{"5": 1, "hat": False}, [[5, 1.0], ["hat", -100]], [[5, 1], ["hat", False]]]
-)
-def test_biases_by_text(port, given):
-    """As llama.cpp takes them: pairs, texts of one token or more, and false for never."""
-    tokenizer = port.model.tokenizer
-    body = CHAT | {"logit_bias": given}
-    options = chat_call(body, NAME, port.model, "", 5, check=len).requests[0].options
-    expected = {5: 1.0} | dict.fromkeys(tokenizer.encode("hat"), -100.0)
-    assert dict(options.logit_bias) == expected
 
 
 THINKING = (
@@ -265,3 +257,17 @@ def test_logprobs_of_parts_of_a_character():
     assert len(content) == 5 and content[0]["token"] == "\ufffd"
     for entries in (content, [one["top_logprobs"][0] for one in content]):
         assert bytes(b for one in entries for b in one["bytes"]).decode() == "é日"
+
+
+def test_logprobs_of_held_back_text_in_a_response(port):
+    """A stream has those too, at its end as well."""
+    tokenizer = load_tokenizer(str(Path(demo.__file__).parent / "backbone"))
+    asked = [Request(ids := tokenizer.encode("éa日"), Options(logprobs=0))]
+    call = Call(asked, True, False, 0, True, repeated={"metadata": {}})
+    reply, events = ResponsesReply(call, Vocabulary(tokenizer), NAME), []
+    result = alone(port.model, "in", max_new_tokens=2)
+    for n, (i, text) in enumerate(zip(ids, ["", "é", "a", "", "", ""], strict=True)):
+        end = Ending(result, 0.0, 0, 1) if n == 5 else None
+        events += reply.piece(0, Delta(text, [], [i], [float(n)], [[]], end))
+    entries = [one for event in events if "delta" in event for one in event["logprobs"]]
+    assert [one["logprob"] for one in entries] == [*range(6)]

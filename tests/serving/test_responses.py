@@ -1,23 +1,16 @@
 """OpenAI's Responses API with the official client: its text is a chat's, its events are the client's types."""
 
 import json
-from pathlib import Path
 
 import openai
 import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from served import NAME, alone, port_of
+from served import NAME, port_of
 from test_tools import TEMPLATE, TOOLS
 from tiny import PRINTABLE
 
-from medusa_jax import Options, demo
 from medusa_jax.serving.http import Limits
-from medusa_jax.serving.http.calls import Call
-from medusa_jax.serving.http.replies import Vocabulary
-from medusa_jax.serving.http.responses import ResponsesReply
-from medusa_jax.serving.request import Delta, Ending, Request
-from medusa_jax.text.tokenizer import load_tokenizer
 
 EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 FUNCTIONS = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
@@ -156,22 +149,6 @@ def test_tools(client, http):
     assert (
         after.output_text == said(client, turns, 9, tools=TOOLS, tool_choice="none").content
     )
-
-
-def test_logprobs_of_parts_of_a_character(port):
-    """A stream has those of tokens whose text is held back, at the end too."""
-    tokenizer = load_tokenizer(str(Path(demo.__file__).parent / "backbone"))
-    ids, options = tokenizer.encode("éa日"), Options(logprobs=0)
-    call = Call([Request(ids, options)], True, False, 0, True, repeated={"metadata": {}})
-    reply = ResponsesReply(call, Vocabulary(tokenizer), NAME)
-    ending, shown = alone(port.model, "in", max_new_tokens=2), ["", "é", "a", "", "", ""]
-    events = []
-    for i, text, n in zip(ids, shown, range(6), strict=True):
-        end = Ending(ending, 0.0, 0, 1) if n == 5 else None
-        events += reply.piece(0, Delta(text, [], [i], [-float(n)], [[]], end))
-    entries = [one for event in events if "delta" in event for one in event["logprobs"]]
-    assert [one["logprob"] for one in entries] == [0, -1, -2, -3, -4, -5]
-    assert reply.whole()["output"][0]["content"][0]["logprobs"][:6] == entries
 
 
 def test_an_error_in_a_stream(port, other):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from medusa_jax.api import Result
 from medusa_jax.serving.echo import echo_of
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply
-from medusa_jax.serving.request import Delta, Ending, Handle, Stopped
+from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Stopped
 from medusa_jax.serving.server import Server
 from medusa_jax.whole_files import Json
 
@@ -102,9 +102,7 @@ class Answer:
     async def __aexit__(self, *_: object) -> None:
         self._cancel()
 
-    def _submit(
-        self, delivers: list[Callable[[Delta | Stopped], None]], arrived: float
-    ) -> None:
+    def _submit(self, delivers: list[Deliver], arrived: float) -> None:
         echoes, call, model = self._reply.echoes, self._reply.call, self._server.model
         start = time.perf_counter()
         for i, (text, request) in enumerate(zip(call.echo, self._requests)):

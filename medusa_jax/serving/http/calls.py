@@ -1,7 +1,6 @@
 """From the JSON body of a call to requests: every field is understood or refused by its name."""
 
 import dataclasses
-import math
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ MOST_PREDICTED = 1 << 16
 COMPLETION_TOKENS = 16
 # The limit of new tokens, under llama.cpp's name, which llama.cpp prefers, and under OpenAI's.
 LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
-# Letters of llama.cpp's samplers; if `samplers` lists one not, its option has its default.
+# Letters of llama.cpp's samplers. The options of those that `samplers` leaves out have their defaults.
 SAMPLERS = {"temperature": "t", "top_k": "k", "top_p": "p", "min_p": "m"}
 # Variables of chat templates that `chat_template_kwargs` cannot set.
 RESERVED = {"messages", "tools", "add_generation_prompt", *SPECIALS}
@@ -51,6 +50,7 @@ NUMBERS = {
 GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 ANYTHING = (dict, list, str, bool)
 NUMBER = re.compile(r"\s*[-+]?[0-9_.]+\s*")
+Form = tuple[str, Json]  # the field of a constraint, and its form
 # Other fields of `structured_outputs`, with their neutral values.
 STRUCTURED: Values = dict.fromkeys(
     ("disable_additional_properties", "disable_any_whitespace", "disable_fallback"),
@@ -199,11 +199,7 @@ def lists_sampler(fields: BodyFields, name: str, letter: str) -> bool:
 
 
 def _options(
-    fields: BodyFields,
-    name: str,
-    model: Model,
-    limit: int,
-    constraint: tuple[str, Json] | None = None,
+    fields: BodyFields, name: str, model: Model, limit: int, constraint: Form | None = None
 ) -> Options:
     """Read the options of both endpoints.
 
@@ -280,7 +276,7 @@ def _lines(fields: BodyFields) -> Lines | None:
     """Read llama.cpp's limits of a completion."""
     indent = fields.whole("n_indent", 0, 0)
     milliseconds = max(0, fields.number("t_max_predict_ms", 0, -1))
-    lines = Lines(indent, milliseconds / 1000 or math.inf)
+    lines = Lines(indent, milliseconds / 1000 or Lines.seconds)
     return None if lines == Lines() else lines
 
 
@@ -307,16 +303,14 @@ def _stops(fields: BodyFields) -> tuple[str, ...]:
 def _biases(fields: BodyFields, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
     """Read OpenAI's biases by token id, or llama.cpp's, whose tokens may also be text."""
     given = fields.take("logit_bias", (dict, list), "numbers by token id, or pairs", {})
-    pairs: Any = [*given.items()] if isinstance(given, dict) else given
+    pairs: Any = [[*one] for one in given.items()] if isinstance(given, dict) else given
     weights: Json = {}
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise fields.refused("logit_bias", "should be pairs of a token and a number")
-        token, bias = pair
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise fields.refused("logit_bias", "should be pairs of a token and a number")
+    for token, bias in pairs:
         is_text = isinstance(token, str) and (pairs is given or not NUMBER.fullmatch(token))
         ids = literal_text(tokenizer).encode(token, add_bos=False) if is_text else [token]
-        # False bars.
-        weights |= {str(i): -100 if bias is False else bias for i in ids}
+        weights |= {str(i): -100 if bias is False else bias for i in ids}  # False bars
     with fields.blamed("logit_bias"):
         biases = Options(logit_bias=weights).penalties.bias
     if any(not -100 <= bias <= 100 for _, bias in biases):
@@ -324,7 +318,7 @@ def _biases(fields: BodyFields, tokenizer: Tokenizer) -> tuple[tuple[int, float]
     return biases
 
 
-def _constraint(fields: BodyFields, tools: tuple[str, Json] | None) -> Constraint | None:
+def _constraint(fields: BodyFields, tools: Form | None) -> Constraint | None:
     """Read vLLM's constraints.
 
     Args:
@@ -352,7 +346,7 @@ def _constraint(fields: BodyFields, tools: tuple[str, Json] | None) -> Constrain
     return None
 
 
-def _response_format(fields: BodyFields) -> tuple[str, Json] | None:
+def _response_format(fields: BodyFields) -> Form | None:
     """Read OpenAI's forms; also a `schema` next to the type, as llama.cpp and Together have it."""
     name = "response_format"
     schema_format = fields.inside(name)

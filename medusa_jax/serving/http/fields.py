@@ -11,7 +11,6 @@ from medusa_jax.serving.request import Busy, NoScores, Stopped, TooCostly, TooLo
 
 Values = Mapping[str, Sequence[Any]]
 NOTHING: Values = MappingProxyType({})
-MOST_WHOLE = 2**31 - 1  # of 32 bits, as on the device
 
 # Fields of OpenAI's requests that change nothing in an answer.
 IGNORED = {"metadata", "prompt_cache_key", "prompt_cache_retention"}
@@ -34,22 +33,22 @@ NEUTRAL: Values = {
         ("allowed_token_ids audio cache_salt chat_template guided_decoding_backend",),
         ("guided_whitespace_pattern prompt_logprobs reasoning_effort",),
         ("request_id thinking_token_budget truncate_prompt_tokens web_search_options",),
-        ("bad_words documents functions logits_processors", []),
+        ("bad_words documents functions logits_processors lora", []),
         ("kv_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs", {}),
-        ("length_penalty", 1),
+        ("length_penalty typ_p typical_p", 1),
         ("function_call", "none", "auto"),
         ("modalities", ["text"]),
         ("priority", 0),
-        ("suffix", ""),
+        ("grammar json_schema suffix", ""),
         ("verbosity", "medium"),
-        ("dry_multiplier dynatemp_range mirostat n_probs", 0),
-        ("min_keep xtc_probability", 0, False),
-        ("post_sampling_probs return_progress return_tokens verbose", False, 0),
+        (
+            "dry_multiplier dynatemp_range min_keep mirostat n_probs xtc_probability",
+            0,
+            False,
+        ),
+        ("post_sampling_probs return_progress return_tokens verbose", 0, False),
         ("adaptive_target top_n_sigma", -1),
-        ("grammar json_schema", ""),
-        ("lora", []),
         ("reasoning_format", "auto", "none"),
-        ("typ_p typical_p", 1),
     )
     for name in str(names).split()
 }
@@ -150,7 +149,7 @@ class BodyFields:
             raise self.refused(name, f"should be {bounds}, not {str(value)[:40]}")
         return value
 
-    def whole(self, name: str, default: Any, low: int, high: int = MOST_WHOLE) -> Any:
+    def whole(self, name: str, default: Any, low: int, high: int = 2**31 - 1) -> Any:
         """Return a whole number from `low` to `high`."""
         self.take(name, (int,), "a whole number", default)
         return self.number(name, default, low, high)

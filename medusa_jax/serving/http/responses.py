@@ -207,10 +207,8 @@ class ResponsesReply(Reply):
         return events
 
     def error(self, error: HttpError) -> Json:
-        about = error.body()["error"]
-        names = ("code", "message", "param")
         event = {"type": "error", "sequence_number": self._n_events}
-        return event | {name: about[name] for name in names}
+        return error.body()["error"] | event
 
     def _status(self) -> str:
         is_cut = self._finish_reason(0, self.endings[0]) == "length"
