@@ -201,8 +201,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 def _finite(kind: type[int | float], digits: str) -> int | float:
     with suppress(OverflowError):
-        number: int | float = kind(digits)
-        if math.isfinite(number):
+        if math.isfinite(number := kind(digits)):
             return number
     raise ValueError(f"a number of {len(digits)} digits, {digits[:9]}..., is too large")
 

@@ -213,8 +213,7 @@ class Job:
             result.cut(len(self.token_ids), self.text.text)
             result.finish_reason = self.text.stop_reason
         queue_seconds = self.started_at - self.submitted_at
-        trees = self.tree_nodes, self.drafts
-        return Ending(result, queue_seconds, self.reused, *trees)
+        return Ending(result, queue_seconds, self.reused, self.tree_nodes, self.drafts)
 
 
 def make_job(

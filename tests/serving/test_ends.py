@@ -315,16 +315,13 @@ def test_scoring_ends_with_its_client(port, http, monkeypatch):
     assert pieces == [False, False]
 
 
-def test_waiting_for_the_scores_of_others_counts(port, http, monkeypatch):
-    """From its arrival: with tokens to be written or without."""
+@pytest.mark.parametrize("limit", [0, 1])
+def test_scoring_counts_as_waiting(http, monkeypatch, limit):
     true = echo.read_scored
     monkeypatch.setattr(echo, "read_scored", lambda *x: time.sleep(0.2) or true(*x))
-    before = counted(http, "vllm:time_to_first_token_seconds_sum")
-    for limit in (0, 1):
-        [one, *_] = http.post(PATH, json=SCORED | {"max_tokens": limit}).json()["choices"]
-        own = one["medusa"]
-        assert own["waited_seconds"] + own["prefill_seconds"] > 0.6
-    assert counted(http, "vllm:time_to_first_token_seconds_sum") - before > 6 * 0.6
+    answer = http.post(PATH, json=SCORED | {"max_tokens": limit}).json()
+    own = answer["choices"][0]["medusa"]
+    assert own["waited_seconds"] + own["prefill_seconds"] > 0.6
 
 
 @pytest.mark.parametrize("waiting", [True, False])

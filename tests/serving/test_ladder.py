@@ -79,9 +79,8 @@ def test_figures_of_drafts_are_of_the_steps_that_had_any():
         metrics = Metrics(SimpleNamespace(learner=None))
         metrics.ended(reply.endings[0])
         value = metrics.registry.get_sample_value
-        counts = [
-            value(f"vllm:spec_decode_num_{x}_total") for x in ("drafts", "draft_tokens")
-        ]
+        names = ("drafts", "draft_tokens")
+        counts = [value(f"vllm:spec_decode_num_{name}_total") for name in names]
         assert counts == [len(by_step), drafted]
         figures = reply.metrics().get("metrics", {}).get("speculative_decoding", {})
         names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")

@@ -70,25 +70,26 @@ def test_only_the_prompt_is_read(port, http, kind):
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
-# fmt: off
-@pytest.mark.parametrize(("fields", "expected"), [
-    ({"samplers": ["top_k"]}, (1, 3, 1, 0, 2)),  # what is not listed counts for nothing
-    ({"samplers": "mp"}, (1, 0, 0.4, 0.2, 2)),
-    ({"logit_bias": {"5": 1, "hat": False}}, None),
-    ({"logit_bias": [[5, 1.0], ["hat", -100]]}, None),
-    ({"logit_bias": [[5, 1], ["hat", False]]}, None),
-])
-# fmt: on
-def test_llama_cpps_sampling(port, fields, expected):
-    body = {"temperature": 0.5, "top_k": 3, "top_p": 0.4, "min_p": 0.2, "repeat_penalty": 2}
-    body = CHAT | body | fields
-    options = chat_call(body, NAME, port.model, "", 5, check=len).requests[0].options
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    if expected:
-        assert tuple(getattr(options, name) for name in names) == expected
-    else:
-        hat = dict.fromkeys(port.model.tokenizer.encode("hat"), -100.0)
-        assert dict(options.logit_bias) == {5: 1.0} | hat
+def test_llama_cpps_sampling(port):
+    """Biases by id or text, false for never; of samplers that are not listed no field counts."""
+    fields = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.4,
+        "min_p": 0.2,
+        "repeat_penalty": 2,
+    }
+    pairs = [[5, 1.0], ["hat", False]]
+    hat = {5: 1.0} | dict.fromkeys(port.model.tokenizer.encode("hat"), -100.0)
+    for samplers, biases, expected in (
+        (["top_k"], pairs, [1, 3, 1, 0, 2]),
+        ("mp", {"5": 1, "hat": -100}, [1, 0, 0.4, 0.2, 2]),
+    ):
+        body = CHAT | fields | {"samplers": samplers, "logit_bias": biases}
+        options = chat_call(body, NAME, port.model, "", 5, check=len).requests[0].options
+        names = [*fields][:4] + ["repetition_penalty"]
+        assert [getattr(options, name) for name in names] == expected
+        assert dict(options.logit_bias) == hat
 
 
 @pytest.mark.parametrize(

@@ -151,10 +151,8 @@ TEXTS = [
     ("```", "```", 0),
     ("<tool_call>\nno\n</tool_call>!", "<tool_call>\nno\n</tool_call>!", 0),
     # Blanks before a text that begins like a mark, or with one of no call.
-    *(
-        (f"<tool_call>\n{CALL}\n</tool_call>{text}", text, 1)
-        for text in ("\n\n<b>", "\n\n```json\nx", " \n```py\n")
-    ),
+    (f"<tool_call>\n{CALL}\n</tool_call>\n\n<b>", "\n\n<b>", 1),
+    (f"<tool_call>\n{CALL}\n</tool_call>\n\n```json\nx", "\n\n```json\nx", 1),
 ]
 # Of a form that has no marks.
 BARE = [

@@ -123,7 +123,9 @@ class InfillReply(Reply):
             is_eos = result.token_ids[-1] in (options.eos_ids or ())
         stop = "eos" if is_eos else "word" if result.finish_reason == "stop" else "limit"
         prompt: Any = call.requests[0].prompt  # token ids
-        said = self.vocabulary.tokenizer.decode_after(prompt, result.token_ids)
+        tokenizer, last = self.vocabulary.tokenizer, result.token_ids[-1:]
+        said = tokenizer.decode_after(prompt, result.token_ids)
+        said += tokenizer.decode(last, skip_special=False)  # a special token's text
         words = options.stop if stop == "word" else ()
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
         answer = {
