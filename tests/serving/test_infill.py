@@ -84,12 +84,6 @@ def test_the_whole_answer(port, http):
     assert again["cache_n"] > 0.5 * len(prompt)
 
 
-def test_several_choices_are_a_list(http):
-    first, second = infill(http, n_cmpl=2, temperature=1, seed=3)
-    assert (first["index"], second["index"]) == (0, 1)
-    assert first["content"] != second["content"]
-
-
 def test_only_some_fields(http):
     paths = ["content", "timings/prompt_n", "timings/none", "tokens_cached"]
     names = {"content", "timings/prompt_n", "tokens_cached"}
@@ -127,6 +121,8 @@ def test_samplers(port, http):
     # Without the sampler, its field counts for nothing.
     texts = {infill(http, samplers=["top_k"], seed=seed)["content"] for seed in range(4)}
     assert len(texts) > 1
+    choices = infill(http, n_cmpl=2, temperature=1, seed=3)  # a list
+    assert [one["index"] for one in choices] == [0, 1] and choices[0] != choices[1]
     assert infill(http, samplers=["temperature"])["content"] == greedy
     # Where an end is nearly as likely as the text, `infill` ends.
     ended = infill(http, samplers=["top_k", "top_p", "infill"], temperature=1)

@@ -156,10 +156,9 @@ def test_an_error_in_a_stream(port, other):
     body = {"model": NAME, "input": "x", "stream": True}
     with port.held():
         answer = other("POST", "/v1/responses", limits=Limits(seconds=0.4), json=body)
-    name, data = answer.text.strip().split("\n")[-2:]
-    event = EVENT.validate_json(data.removeprefix("data: "))
-    assert (name, event.type, event.code) == ("event: error", "error", "timeout")
-    assert event.sequence_number == 2 and "no answer within" in event.message
+    _, _, last = answer.text.rpartition("event: error\ndata: ")
+    event = EVENT.validate_json(last)
+    assert (event.type, event.code, event.sequence_number) == ("error", "timeout", 2)
 
 
 @pytest.mark.parametrize(

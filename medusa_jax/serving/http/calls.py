@@ -28,8 +28,6 @@ MOST_CHOICES, MOST_STOPS = 128, 16
 MOST_PREDICTED = 1 << 16
 # Default number of new tokens of a completion; a chat has no such limit.
 COMPLETION_TOKENS = 16
-# The limit of new tokens, under llama.cpp's name, which llama.cpp prefers, and under OpenAI's.
-LIMITS = ("n_predict", "max_completion_tokens", "max_tokens")
 # Letters of llama.cpp's samplers. The options of those that `samplers` leaves out have their defaults.
 SAMPLERS = {"temperature": "t", "top_k": "k", "top_p": "p", "min_p": "m"}
 # Variables of chat templates that `chat_template_kwargs` cannot set.
@@ -187,7 +185,8 @@ def chat_call(
 
 def limit_of(fields: BodyFields, default: int) -> int:
     """Return the most new tokens: 0 reads only the prompt, and -1 is llama.cpp's "no limit"."""
-    limits = [fields.whole(name, None, -1) for name in LIMITS]
+    names = ("n_predict", "max_completion_tokens", "max_tokens")  # llama.cpp's order
+    limits = [fields.whole(name, None, -1) for name in names]
     limit = next((n for n in limits if n is not None), default)
     return 2**31 - 1 if limit < 0 else limit
 
@@ -304,7 +303,7 @@ def _biases(fields: BodyFields, tokenizer: Tokenizer) -> tuple[tuple[int, float]
     """Read OpenAI's biases by token id, or llama.cpp's, whose tokens may also be text."""
     given = fields.take("logit_bias", (dict, list), "numbers by token id, or pairs", {})
     pairs: Any = [[*one] for one in given.items()] if isinstance(given, dict) else given
-    weights: Json = {}
+    weights: Any = {}
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise fields.refused("logit_bias", "should be pairs of a token and a number")
     for token, bias in pairs:
