@@ -7,8 +7,9 @@ from typing import Any
 from medusa_jax.api import Model, Options
 from medusa_jax.api.prompts import ending_middles
 from medusa_jax.errors import UserError
-from medusa_jax.serving.http.calls import Call, completion_call, limit_of, lists_sampler
+from medusa_jax.serving.http.calls import Call, completion_call
 from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError
+from medusa_jax.serving.http.options import limit_of, lists_sampler
 from medusa_jax.serving.http.replies import Reply
 from medusa_jax.serving.request import Delta, Ending, Lines
 from medusa_jax.text.fill import Gap, fill_of
