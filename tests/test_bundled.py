@@ -173,7 +173,10 @@ def test_weights_are_whole_and_of_their_description(name, drafter):
     """And the recipe names no path of the machine that made them."""
     stored, recipe = open_heads(str(folder_of(name, drafter))), recipe_of(name, drafter)
     shape, fields = recipe["config"]["model"]["arch"], dataclasses.fields(LlamaConfig)
-    config = LlamaConfig(**{f.name: shape[f.name] for f in fields if f.name in shape})
+    values = {f.name: shape[f.name] for f in fields if f.name in shape}
+    config = LlamaConfig(
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    )
     arrays, ids = stored.read(config), stored.ids
     assert stored.heads.drafter == drafter and arrays and ids is not None
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in arrays.values())

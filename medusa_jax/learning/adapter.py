@@ -66,7 +66,7 @@ class Adapter:
         rate = optax.linear_schedule(0.0, RATE, WARM_UP)
         self._adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
         self._gradient, self._update = (
-            jax.jit(jax.grad(self._mean)),
+            jax.jit(jax.grad(self._sum)),
             jax.jit(self._adam.update),
         )
         flat = flatten_dict(self.heads, sep="/").items()
@@ -78,24 +78,25 @@ class Adapter:
         """Go on from these factors, the mean after this many steps."""
         self.factors = self._trained = factors
         self._state, self._steps = self._adam.init(factors), steps
-        self._total = jax.tree.map(jnp.zeros_like, factors)
+        self._total, self._learned = jax.tree.map(jnp.zeros_like, factors), 0
 
     def add(self, window: Window) -> None:
         """Accumulate the gradient of a window for the next step."""
         gradient = self._gradient(self._trained, self.heads, self._frozen, window)
         self._total = jax.block_until_ready(jax.tree.map(jnp.add, self._total, gradient))
+        self._learned += int(np.sum(window.counted_1W))
 
     def step(self) -> None:
         """Take the step, unless its gradient is not finite: nothing would be afterwards."""
-        if not jnp.isfinite(optax.tree.norm(self._total)):
-            self._total = jax.tree.map(jnp.zeros_like, self._total)
+        gradient = jax.tree.map(lambda x: x / self._learned, self._total)
+        self._total, self._learned = jax.tree.map(jnp.zeros_like, self._total), 0
+        if not jnp.isfinite(optax.tree.norm(gradient)):
             return
-        updates, self._state = self._update(self._total, self._state)
+        updates, self._state = self._update(gradient, self._state)
         self._trained = optax.apply_updates(self._trained, updates)
         self._steps += 1
         share = max(1 - MEAN, 10 / (self._steps + 10))
         self.factors = optax.incremental_update(self._trained, self.factors, share)
-        self._total = jax.tree.map(jnp.zeros_like, self._total)
 
     def adapted_heads(self) -> Params:
         """The heads with the adapter, in the form of `Model.variables`."""
@@ -105,15 +106,14 @@ class Adapter:
         stored = place_head(params, model.storage.of_drafts, model.llama.kernels)
         return stored | {name: loaded[name] for name in loaded if name == GROUP}
 
-    def _mean(
+    def _sum(
         self, factors: Params, heads: Params, frozen: Params, window: Window
     ) -> jax.Array:
-        """The share of a window in the loss of a step."""
+        """The loss of a window, times the tokens that it teaches: a step's loss is the mean over them."""
         hidden_1WE, *rows = window
         heads = merged(factors, heads)
-        return self._loss(heads, frozen, hidden_1WE.astype(jnp.float32), *rows) / (
-            2 * WINDOWS
-        )
+        loss = self._loss(heads, frozen, hidden_1WE.astype(jnp.float32), *rows)
+        return loss * jnp.sum(window.counted_1W)
 
 
 def read_rehearsal(directory: str, vocab_size: int) -> list[Text]:

@@ -19,9 +19,10 @@ from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import Params
 from medusa_jax.tree.growth import TextRanks
 
-# Tokens of a window, most of them that only precede what it teaches, and tokens that the backbone reads at a time. A unit
-# of work takes at most 0.2 s of one core with SmolLM2, the gradient of a window.
-WIDTH, CONTEXT, PIECE = 128, 48, 32
+# Tokens of a window, most of them that only precede what it teaches, and tokens that the backbone reads at a time. With
+# half of the context, drafters with attention learn two thirds as much (research/log/2026-11_smollm2.md). A unit of work
+# takes at most 0.4 s of one core with SmolLM2, the gradient of a window.
+WIDTH, CONTEXT, PIECE = 256, 128, 32
 
 
 class Window(NamedTuple):
@@ -55,14 +56,15 @@ def windows_of(model: Model, text: Text) -> Generator[bool, None, list[Window]]:
         pieces.append(np.asarray(piece))
         yield True
     hidden_SE = np.concatenate(pieces)
-    windows = []
-    for at in range(text.n_prompt, n - model.drafter.n_heads, WIDTH - CONTEXT):
+    windows, at = list[Window](), text.n_prompt
+    while at < n - model.drafter.n_heads:
         place_W = max(0, at - CONTEXT) + np.arange(WIDTH, dtype=np.int32)
         inside_W = place_W < n
         hidden_WE = hidden_SE[np.minimum(place_W, len(hidden_SE) - 1)]
         counted_W, segments_W = inside_W & (place_W >= at), inside_W.astype(np.int32)
         row = hidden_WE, tokens_S[place_W], counted_W, segments_W, place_W
         windows.append(Window(*(x[None] for x in row)))
+        at = int(place_W[-1]) + 1
     return windows
 
 
