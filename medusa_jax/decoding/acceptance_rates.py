@@ -47,7 +47,7 @@ def rate_of(tokens_per_step: float, depth: int) -> float:
 
 def first_counts(rate_N: Any, levels: int) -> list[Any]:
     """The counts before a text: only the evidence of the largest size."""
-    tested_L = PRIOR * (np.arange(levels) == 0)
+    tested_L = np.float32(PRIOR) * (np.arange(levels) == 0)
     right_L = tested_L * rate_N[-1]
     return [right_L, tested_L, right_L]
 
