@@ -22,6 +22,9 @@ from medusa_jax.text.chat import encode_prompt, is_chat_directory, is_chat_model
 from medusa_jax.text.fill import Gap
 from medusa_jax.text.tokenizer import Tokenizer
 
+# Fewer tokens a step mean that drafts have hardly helped a text.
+HELPED = 1.1
+
 
 def run(flags: Flags, began: float) -> int:
     """Decode the requested prompts; returns the exit status.
@@ -207,7 +210,7 @@ def answer_one(
     result.compile_seconds = seconds
     facts = job.facts([0], results, as_json=False)[0]
     inform(summary(facts, load_seconds, first_seconds))
-    if result.tree_nodes == 1 and result.steps:
+    if result.tree_nodes == 1 and 0 < result.mean_accepted_length < HELPED:
         inform(
             f"mostly plain steps: {job.model.drafter.name}'s drafts were slower here; heads that guess "
             "more often help (python train.py), or a fitted tree (medusa calibrate)"
