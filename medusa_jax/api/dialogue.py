@@ -60,7 +60,7 @@ class Dialogue:
         row = self.state if self._row_key == (engine, sizes) else None
         # Drafters pair a position with the token after it, so the last shared token is read again.
         at = self.reused = max(0, self._n_shared(row, prompt) - 1)
-        if row:  # without what an idle row lacks and `begin_row` replaces
+        if row:  # `begin_row` sets these anew, and an idle row, for `resized`, has none
             sampling = row.sampling.replace(penalties=None, first_BW=None)
             row = row.replace(gate=None, host_1=None, sampling=sampling)
         if row is None or not at:

@@ -88,11 +88,8 @@ class LoadedModel:
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.variables = variables
-        self.calibrated, self.trees_by_rows, self.chooses = (
-            calibrated,
-            trees_by_rows or {},
-            chooses,
-        )
+        self.calibrated, self.chooses = calibrated, chooses
+        self.trees_by_rows = trees_by_rows or {}
         self.mark = mark
         ends = tokenizer.eos_ids if eos_ids is None else eos_ids
         # Elsewhere -1 matches every token.

@@ -226,7 +226,7 @@ def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], Pr
 
 
 def generate(engine: Engine, variables: Params, request: DecodeRequest) -> Progress:
-    """Decode every row to its end: one loop per cache size, all dispatched without waiting; chunks if gated.
+    """Decode every row to its end: one loop per cache size, all dispatched without waiting, or chunks if the engine is gated.
 
     Requests with guides are `constrained.stream`'s, as the host takes part in every step.
     """
@@ -244,8 +244,8 @@ def finish(
 ) -> Progress:
     """Decode a request that `begin` has prefilled to its end. Consumes the state."""
     if engine.gated:  # its steps are timed
-        chunked = chunks(engine, variables, request, state, cache_sizes, read_along=False)
-        *_, progress = chunked
+        begun = state, cache_sizes
+        *_, progress = chunks(engine, variables, request, *begun, read_along=False)
         return progress
     for slots in cache_sizes:
         if slots > cache_sizes[0]:

@@ -230,7 +230,7 @@ def accept(
 
 
 def checked(token_B: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens of `Kernels.best_token`, 0 in place of what is no token, and where that was."""
+    """Replace invalid tokens of `Kernels.best_token` by 0; also return which were invalid."""
     broken_B = token_B >= vocab_size
     return jnp.where(broken_B, 0, token_B), broken_B
 

@@ -22,9 +22,10 @@ from medusa_jax.model.convert import decoding_config, place_head
 from medusa_jax.sharding import Params
 from medusa_jax.training.functions import HeadFunctions
 
-# Its rank; learning rate of Adam, and steps to reach it.
+# Rank of the adapter; learning rate of Adam, and steps to reach it.
 RANK, RATE, WARM_UP = 8, 1e-3, 10
-# Steps after each answer; a step's windows of answers, and as many of rehearsed texts, of which each step reads a few more.
+# Steps after each answer. A step learns from this many windows of answers, and from as many of rehearsal; it first reads
+# this many further texts to rehearse.
 STEPS, WINDOWS, REHEARSED = 2, 4, 2
 # Largest decay of the adapter's running mean, which forgets less than the newest adapter.
 MEAN = 0.98
@@ -87,7 +88,7 @@ class Adapter:
         self._learned += int(np.sum(window.counted_1W))
 
     def step(self) -> None:
-        """Take the step, unless its gradient is not finite: nothing would be afterwards."""
+        """Take the step. One whose gradient is not finite is left out: all later weights would be NaN."""
         gradient = jax.tree.map(lambda x: x / self._learned, self._total)
         self._total, self._learned = jax.tree.map(jnp.zeros_like, self._total), 0
         if not jnp.isfinite(optax.tree.norm(gradient)):

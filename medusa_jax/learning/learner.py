@@ -97,8 +97,9 @@ class Learner:
         if self._thread.ident:
             self._thread.join(1.0)
             atexit.register(self._thread.join)
-        self._locked.close()
-        return not self._thread.is_alive()
+        if ended := not self._thread.is_alive():
+            self._locked.close()
+        return ended
 
     def _run(self, idle: Callable[[], bool]) -> None:
         try:

@@ -135,7 +135,7 @@ class Server:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request."""
+        """Whether no request waits or is being answered."""
         return not (self.busy or self.waiting)
 
     @property

@@ -107,7 +107,7 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def decode_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """Text of the ids that continue a prompt: what they add to its text."""
+        """The text that new ids add to a prompt's text."""
         context = self.context(prompt)
         return self.decode([*context, *ids])[len(self.decode(context)) :]
 
