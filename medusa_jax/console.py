@@ -10,12 +10,29 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TextIO
 
+# Messages of the blocks of `messages_after` that run.
+held: list[list[str]] = []
+
+
+@contextmanager
+def messages_after() -> Iterator[None]:
+    """Print the messages of this block, of any thread, after it: a line of text is open meanwhile."""
+    held.append([])
+    try:
+        yield
+    finally:
+        for line in held.pop():
+            inform(line)
+
 
 def inform(line: str) -> None:
     """Print a message for the user to stderr, apart from the program's result on stdout.
 
     A message that cannot be printed is dropped.
     """
+    if held:
+        held[-1].append(line)
+        return
     try:
         if sys.stderr is not None:  # print() takes None for stdout
             print(line, file=sys.stderr, flush=True)

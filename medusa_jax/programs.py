@@ -29,7 +29,7 @@ KEYS = "threefry2x32"
 LAST = 5
 UNSEEN: Any = object()
 ahead: dict[Path, Callable[[], Any]] = {}
-executables: dict[Any, Run | Future[Run] | None] = {}
+executables: dict[Any, "Kept | None"] = {}
 # XLA compiles one program on several threads, but not all of the time.
 compiling = ThreadPoolExecutor(2)
 # Blocks of `without_cache` that run.
@@ -42,6 +42,13 @@ class Call(NamedTuple):
     key: tuple[Any, ...]
     marks: tuple[list[Any], PyTreeDef, tuple[Any, ...]]
     leaves: list[Any]
+
+
+class Kept(NamedTuple):
+    """An executable that is or will be kept, and the shapes of its results."""
+
+    run: Future[Run]
+    results: Any
 
 
 def use_compilation_cache() -> bool:
@@ -62,24 +69,27 @@ def run_kept(program: Program[R], args: tuple[Any, ...]) -> R | None:
     """`Program.run_kept`: run an executable that is or will be kept; None if these arguments have none."""
     if (call := call_of(program, args)) is None:
         return None
-    run = executables.get(call.key, UNSEEN)
-    if run is UNSEEN:
-        run = executables[call.key] = executable(program, args, call)
-    elif isinstance(run, Future):
-        del executables[call.key]  # after a failure the next call compiles again
-        run = executables[call.key] = run.result()
-    return run and run(call.leaves)
+    kept = executables.get(call.key, UNSEEN)
+    if kept is UNSEEN:
+        kept = prepare(program, args, call)
+    return kept and kept.run.result()(call.leaves)
 
 
-def prepare_kept(program: Program[R], args: tuple[Any, ...]) -> Any:
-    """`Program.prepare_kept`: trace here and compile on another thread; None if the executable is kept already."""
+def prepare_kept(program: Program[R], args: tuple[Any, ...]) -> Kept | None:
+    """`Program.prepare_kept`: read the executable, or trace here and compile on another thread; None where it cannot be kept."""
     call = call_of(program, args)
-    path = call and path_of(program, call)
-    if not call or not path or call.key in executables or path.exists():
-        return None
-    lowered = lowered_for(program, args)
-    executables[call.key] = compiling.submit(compile_and_keep, program, lowered, path)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+    return call and (executables.get(call.key) or prepare(program, args, call))
+
+
+def prepare(program: Program[R], args: tuple[Any, ...], call: Call) -> Kept | None:
+    path = path_of(program, call)
+    kept = path and (read_kept(path) or begin_to_compile(program, args, path))
+    executables[call.key] = kept
+    if kept:  # after a failure the next call compiles again
+        kept.run.add_done_callback(
+            lambda run: run.exception() and executables.pop(call.key)
+        )
+    return kept
 
 
 def call_of(program: Program[R], args: tuple[Any, ...]) -> Call | None:
@@ -108,14 +118,23 @@ def path_of(program: Program[R], call: Call) -> Path | None:
     return None
 
 
-def executable(program: Program[R], args: tuple[Any, ...], call: Call) -> Run | None:
-    """Read the executable for these arguments, or compile and keep it; None where it cannot be kept."""
-    if (path := path_of(program, call)) is None:
-        return None
+def read_kept(path: Path) -> Kept | None:
     with suppress(*UNREADABLE):
-        loaded, results, keys = ahead.pop(path, partial(read_program, path))()
-        return runner(loaded, jax.tree.structure(rebuilt(json.loads(results))), keys)
-    return compile_and_keep(program, lowered_for(program, args), path)
+        loaded, shown, infos = ahead.pop(path, partial(read_program, path))()
+        leaves = [jax.ShapeDtypeStruct(shape, dtype_of(name)) for shape, name in infos]
+        structure = jax.tree.structure(rebuilt(json.loads(shown)))
+        run: Future[Run] = Future()
+        run.set_result(runner(loaded, structure, leaves))
+        return Kept(run, jax.tree.unflatten(structure, leaves))
+    return None
+
+
+def begin_to_compile(program: Program[R], args: tuple[Any, ...], path: Path) -> Kept:
+    lowered = lowered_for(program, args)
+    results = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info
+    )
+    return Kept(compiling.submit(compile_and_keep, program, lowered, path), results)
 
 
 def lowered_for(program: Program[R], args: tuple[Any, ...]) -> jax.stages.Lowered:
@@ -125,19 +144,21 @@ def lowered_for(program: Program[R], args: tuple[Any, ...]) -> jax.stages.Lowere
 def compile_and_keep(program: Program[R], lowered: jax.stages.Lowered, path: Path) -> Run:
     with timed(f"compiling {program.__qualname__}, once"):
         loaded = compile_new(lowered)
-    infos = jax.tree.leaves(lowered.out_info)
-    keys = [i for i, x in enumerate(infos) if is_key(x)]
+    leaves = jax.tree.leaves(lowered.out_info)
     with suppress(TypeError, RuntimeError):  # results or a program that cannot be written
-        results = jax.tree.unflatten(lowered.out_tree, range(len(infos)))
+        results = jax.tree.unflatten(lowered.out_tree, range(len(leaves)))
         data, shown = loaded.serialize(), json.dumps(plain(results))
-        code = np.frombuffer(data, np.uint8)
-        write(path, (code, hashlib.sha256(data).hexdigest(), shown, keys))
-    return runner(loaded, lowered.out_tree, keys)
+        code, infos = (
+            np.frombuffer(data, np.uint8),
+            [[x.shape, str(x.dtype)] for x in leaves],
+        )
+        write(path, (code, hashlib.sha256(data).hexdigest(), shown, infos))
+    return runner(loaded, lowered.out_tree, leaves)
 
 
-def runner(loaded: Any, results: PyTreeDef, keys: list[int]) -> Run:
-    """Run an executable of XLA, which takes and returns random keys as words; `keys`: numbers of those results."""
-    array = type(jax.device_put(0))
+def runner(loaded: Any, structure: PyTreeDef, results: list[Any]) -> Run:
+    """Run an executable of XLA, which takes and returns random keys as words; `results` have their types."""
+    array, keys = type(jax.device_put(0)), [i for i, x in enumerate(results) if is_key(x)]
 
     def run(leaves: list[Any]) -> Any:
         buffers = [x if type(x) is array else buffer(x) for x in leaves]
@@ -147,7 +168,7 @@ def runner(loaded: Any, results: PyTreeDef, keys: list[int]) -> Run:
         values = [value for [value] in parts.disassemble_into_single_device_arrays()]
         for i in keys:
             values[i] = jax.random.wrap_key_data(values[i], impl=KEYS)
-        return jax.tree.unflatten(results, values)
+        return jax.tree.unflatten(structure, values)
 
     return run
 
@@ -186,16 +207,23 @@ def without_cache() -> Iterator[None]:
         add(-1)
 
 
-def read_program(path: Path) -> tuple[Any, str, list[int]]:
-    """A program of XLA, and the structure (in JSON) and the keys of its results.
+def dtype_of(name: str) -> Any:
+    """The type of this name, as `str` gives it; "key<fry>" is a random key's."""
+    if name.startswith("key<"):
+        return jax.eval_shape(partial(jax.random.key, impl=KEYS), 0).dtype
+    return jax.numpy.dtype(name)
+
+
+def read_program(path: Path) -> tuple[Any, str, list[Any]]:
+    """A program of XLA, and the structure (in JSON) and the shapes and types of its results.
 
     Raises: one of `UNREADABLE`.
     """
-    code, checksum, results, keys = read(path)
+    code, checksum, shown, infos = read(path)
     data = np.asarray(code).tobytes()
     if hashlib.sha256(data).hexdigest() != checksum:
         raise ValueError(f"{path} is damaged")
-    return get_backend().deserialize_executable(data, jax.devices(), None), results, keys
+    return get_backend().deserialize_executable(data, jax.devices(), None), shown, infos
 
 
 def read_ahead() -> None:

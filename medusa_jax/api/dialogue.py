@@ -42,7 +42,7 @@ class Dialogue:
         opts, engine, request = self.model.plan([prompt], options, **ways)
         variables = self.model.variables_by(engine.acceptance)
         yield from stream_rows(
-            self.model.tokenizer, opts, engine, variables, request, 0.0, row_cache=self
+            self.model.tokenizer, opts, engine, variables, request, row_cache=self
         )
 
     def begin(

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import jax
 
+from medusa_jax.api.compiling import Compiling
 from medusa_jax.api.loaded import LoadedModel
 from medusa_jax.api.prompts import Prompt, conversation, is_message, middle, read_arguments
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
@@ -43,21 +44,22 @@ class Model(LoadedModel):
             *loop.successive_sizes(engine, prompt_length, needed),
         )
 
-    def _compile(self, engine: Engine, request: loop.DecodeRequest) -> float:
-        """Compile the programs of a request; returns the seconds, 0 if they are already compiled."""
+    def _compiling(self, engine: Engine, request: loop.DecodeRequest) -> Compiling:
+        """Compiles the programs of a request, unless they are compiled already."""
+        return Compiling(self._stages(engine, request))
+
+    def _stages(self, engine: Engine, request: loop.DecodeRequest) -> Iterator[None]:
         shape = self._shape(engine, request)
         if shape in self._warm:
-            return 0.0
-        start = time.perf_counter()
+            return
         variables = self.variables_by(engine.acceptance)
         if request.guides is None:
-            loop.warm_up(engine, variables, request)
+            yield from loop.warm_up(engine, variables, request)
         else:
             from medusa_jax.decoding import constrained
 
-            constrained.warm_up(engine, variables, request)
+            yield from constrained.warm_up(engine, variables, request)
         self._warm.add(shape)
-        return time.perf_counter() - start
 
     @known_arguments(OPTIONS)
     def compile(
@@ -71,7 +73,7 @@ class Model(LoadedModel):
     ) -> float:
         """Compile what `generate` and `stream` run for these prompts; returns the seconds."""
         _, engine, request = self.plan(prompts, options, ids, tree, acceptance)
-        return self._compile(engine, request)
+        return self._compiling(engine, request).steps()
 
     @known_arguments(OPTIONS)
     def generate(
@@ -105,21 +107,22 @@ class Model(LoadedModel):
             vocabulary, a tree that the heads cannot fill, incompatible options.
         """
         rows, engine, request = self.plan(prompts, options, ids, tree, acceptance)
-        compile_seconds = self._compile(engine, request)
+        compiling = self._compiling(engine, request)
         variables = self.variables_by(engine.acceptance)
         if watch or ended or request.guides or any(o.stop for o in rows):
             # The host reads along.
             parts = self.tokenizer, rows, engine, variables, request
-            *_, (_, results) = stream_rows(*parts, compile_seconds, watch, ended)
+            *_, (_, results) = stream_rows(*parts, compiling, watch, ended)
             assert results is not None
             return results
+        compiling.steps()
         start = time.perf_counter()
         begun = jax.block_until_ready(loop.begin(engine, variables, request))
         middle = time.perf_counter()
         progress = loop.finish(engine, variables, request, *begun)
         progress = jax.block_until_ready(progress)
         end = time.perf_counter()
-        seconds = (middle - start, end - middle, compile_seconds)
+        seconds = (middle - start, end - middle, compiling.seconds)
         return results_of(self.tokenizer, rows, request, progress, seconds)
 
     @overload
@@ -242,9 +245,8 @@ class Model(LoadedModel):
     ) -> Iterator[Chunk]:
         """Compile and decode when the first chunk is requested."""
         rows, engine, request = self.plan(prompts, options, ids, tree, acceptance)
-        seconds = self._compile(engine, request)
-        variables = self.variables_by(engine.acceptance)
-        yield from stream_rows(self.tokenizer, rows, engine, variables, request, seconds)
+        parts = self.tokenizer, rows, engine, self.variables_by(engine.acceptance), request
+        yield from stream_rows(*parts, self._compiling(engine, request))
 
     @read_arguments
     def plan(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
+from medusa_jax.api.compiling import Compiling
 from medusa_jax.api.results import Options, Piece, Result, results_of
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.state import Engine, Progress
@@ -151,7 +152,7 @@ def stream_rows(
     engine: Engine,
     variables: Params,
     request: loop.DecodeRequest,
-    compile_seconds: float,
+    compiling: Compiling | None = None,
     watch: OnTokens | None = None,
     ended: OnEnd | None = None,
     row_cache: loop.RowCache | None = None,
@@ -160,15 +161,22 @@ def stream_rows(
 
     The device starts the next chunk of steps before the host looks for stop strings in the last one,
     so rows do not wait for each other; the host then ends the stopped rows on the device.
+
+    Args:
+      compiling: compiles the programs; the first tokens are yielded before those of the steps are compiled.
     """
+    compiling = compiling or Compiling()
     pairs = zip(rows, request.prompts)
     texts = GrowingTexts([StoppingText(tokenizer, o.stop, prompt=p) for o, p in pairs])
+    steps_pending = compiling.prompts()
+    if request.guides is not None:
+        compiling.steps()
     start = time.perf_counter()
     prefilled: float | None = None
 
     def results(end: float) -> list[Result]:
         middle = prefilled or end
-        seconds = (middle - start, end - middle, compile_seconds)
+        seconds = (middle - start, end - middle - waited, compiling.seconds)
         batch = results_of(tokenizer, rows, request, progress, seconds)
         for result, text in zip(batch, texts.rows):
             if text.stopped:
@@ -176,8 +184,17 @@ def stream_rows(
         return batch
 
     reported: set[int] = set()
+    waited = 0.0
     if request.guides is None:
-        chunks = loop.stream(engine, variables, request, row_cache=row_cache)
+        begin = row_cache.begin if row_cache else loop.begin
+        begun = begin(engine, variables, request)
+        if steps_pending:
+            progress = loop.copied_progress(engine.depth_only, begun[0])
+            pieces = texts.take(progress)
+            prefilled = time.perf_counter()
+            yield pieces, None
+            waited = compiling.steps()
+        chunks = loop.chunks(engine, variables, request, *begun, row_cache=row_cache)
     else:
         from medusa_jax.decoding import constrained  # here: few requests have constraints
 

@@ -87,7 +87,7 @@ def summary(facts: Json, load_seconds: float, first_seconds: float) -> str:
 
     Args:
       load_seconds: from the start of the command until the model was loaded.
-      first_seconds: from then on to the first token, without compiling.
+      first_seconds: from then on to the first token.
     """
     weights = facts["weights"]
     storage = "" if weights == facts["dtype"] else f", {weights} weights"
@@ -98,12 +98,14 @@ def summary(facts: Json, load_seconds: float, first_seconds: float) -> str:
         f"{facts['guarantee'].partition(':')[0]}, {facts['dtype']}{storage}, "
         f"{facts['device'].split(':')[0]}"
     )
-    compile_seconds = facts["compile_seconds"]
-    total = load_seconds + compile_seconds + first_seconds
+    reading = facts["prefill_seconds"]
+    compiling = first_seconds - reading
     line += (
-        f"), first token after {total:.1f} s: loaded in {load_seconds:.1f} s, compiled in "
-        f"{compile_seconds:.1f} s, prompt read in {first_seconds:.2f} s"
+        f"), first token after {load_seconds + first_seconds:.1f} s: loaded in {load_seconds:.1f} s, "
+        f"compiled in {compiling:.1f} s, prompt read in {reading:.2f} s"
     )
+    if (later := facts["compile_seconds"] - compiling) >= 0.1:
+        line += f"; steps compiled in {later:.1f} s"
     if "speedup" not in facts:
         return line
     rate = facts["autoregressive"]["tokens_per_second"]

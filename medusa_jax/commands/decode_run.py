@@ -3,17 +3,18 @@
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 
 import jax
 
-from medusa_jax.api import Model, Options, Result, find_model
+from medusa_jax.api import Model, Options, find_model
 from medusa_jax.api.prompts import ending_turns, middle
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_job import DecodeJob
 from medusa_jax.commands.decode_report import LEGEND, coloured, summary
 from medusa_jax.commands.model_flags import load_model, make_learner
 from medusa_jax.commands.requests import read_requests, sampling_defaults, shared_options
-from medusa_jax.console import inform, print_json
+from medusa_jax.console import announced, inform, messages_after, print_json
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
 from medusa_jax.errors import UserError
 from medusa_jax.heads.names import BASELINES
@@ -182,23 +183,22 @@ def answer_one(
       save_drafts: an SVG file for the coloured text.
       load_seconds: from the start of the command until the model was loaded.
     """
-    seconds = job.compile([0])
     began = time.perf_counter()
     segments: list[tuple[str, int]] = [(p, 0) for p in job.prompts if isinstance(p, str)]
-    sys.stdout.write("".join(text for text, _ in segments))
-    results: list[Result] = []
-    first_seconds = 0.0
-    for pieces, final in job.model.stream(
-        job.prompts, job.options, acceptance=job.acceptance
-    ):
-        first_seconds = first_seconds or time.perf_counter() - began
-        for text, depth in (part for piece in pieces for part in piece.parts):
-            segments.append((text, depth))
-            sys.stdout.write(coloured(text, depth) if show_drafts else text)
+    chunks = job.model.stream(job.prompts, job.options, acceptance=job.acceptance)
+    with announced("compiling"):
+        first = next(chunks)
+    first_seconds = time.perf_counter() - began
+    with messages_after():
+        sys.stdout.write("".join(text for text, _ in segments))
+        for pieces, final in chain([first], chunks):
+            results = final or []
+            for text, depth in (part for piece in pieces for part in piece.parts):
+                segments.append((text, depth))
+                sys.stdout.write(coloured(text, depth) if show_drafts else text)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
         sys.stdout.flush()
-        results = final or results
-    sys.stdout.write("\n")
-    sys.stdout.flush()
     if save_drafts:
         from medusa_jax.plots.text import draw_accepted_text
 
@@ -207,8 +207,7 @@ def answer_one(
     if show_drafts:
         inform(LEGEND)
     [result] = results
-    result.compile_seconds = seconds
-    facts = job.facts([0], results, as_json=False)[0]
+    facts = job.facts([0], [result], as_json=False)[0]
     inform(summary(facts, load_seconds, first_seconds))
     if result.tree_nodes == 1 and 0 < result.mean_accepted_length < HELPED:
         inform(

@@ -13,7 +13,7 @@ host, `stream` runs a loop of steps there (`guided.py`). A server dispatches eve
 other.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -235,12 +235,14 @@ def stream_steps(
             return
 
 
-def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
+def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterator[None]:
     """Compile like `generate.warm_up`, for requests with guides."""
     if calls_host(engine):
         request = replace(request, host=HostFunction(answer))
-        return generate.warm_up(engine, variables, request)
+        yield from generate.warm_up(engine, variables, request)
+        return
     state, cache_sizes = begin(engine, variables, request)
+    yield
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
     for slots in cache_sizes:
         if slots > cache_sizes[0]:

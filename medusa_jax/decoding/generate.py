@@ -6,7 +6,7 @@ inside a loop: it dispatches the next loop before it reads the previous one's re
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -356,30 +356,44 @@ def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Arr
     return pin_state(engine.llama.mesh, status_B)
 
 
-def prepare(engine: Engine, variables: Params, request: DecodeRequest) -> None:
-    """Begin to compile the programs of a request side by side, if they would be compiled."""
-    (first, *others), prompts = prompt_arrays(engine, request)
-    state = prefill.prepare(engine.depth_only, first, variables, prompts)
-    if state is None:
-        return
-    state = state.replace(**fields_of(request))
-    decode_loop.prepare(engine, variables, state, np.int32(0))
-    copied_progress.prepare(engine.depth_only, state)
-    ended_B = np.zeros(len(request.prompts), bool)
-    end_rows.prepare(engine.depth_only, state.status_B, ended_B)
-    for slots in others:
-        state = grow.prepare(engine.depth_only, slots, state)
-        decode_loop.prepare(engine, variables, state, np.int32(0))
+def prepare(
+    engine: Engine, variables: Params, request: DecodeRequest
+) -> tuple[list[Any], list[Any]] | None:
+    """Begin to read or compile the programs of a request side by side.
 
-
-def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
-    """Compile everything that `generate` or `stream` will run for this request, and wait.
-
-    Reads the prompts once and takes no decode step.
+    Returns: those of its prompt and those of its steps, of `Program.prepare`; None where they are not kept.
     """
-    prepare(engine, variables, request)
+    (first, *others), prompts = prompt_arrays(engine, request)
+    begun = prefill.prepare(engine.depth_only, first, variables, prompts)
+    if begun is None:
+        return None
+    state = begun.results.replace(**fields_of(request))
+    ended_B = np.zeros(len(request.prompts), bool)
+    loop = decode_loop.prepare(engine, variables, state, np.int32(0))
+    shown = copied_progress.prepare(engine.depth_only, state)
+    steps = [loop, end_rows.prepare(engine.depth_only, state.status_B, ended_B)]
+    for slots in others:
+        grown = grow.prepare(engine.depth_only, slots, state)
+        state = grown.results
+        steps += [grown, decode_loop.prepare(engine, variables, state, np.int32(0))]
+    return [begun, shown], steps
+
+
+def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterator[None]:
+    """Compile what `generate` or `stream` will run for this request.
+
+    The programs of the prompt are ready at the first yield, those of the steps at the end. Where programs are not kept
+    for later starts, this reads the prompts once and takes no decode step.
+    """
+    if stages := prepare(engine, variables, request):
+        for stage in stages:
+            for program in stage:
+                program.run.result()
+            yield
+        return
     state, cache_sizes = begin(engine, variables, request)
     copied_progress(engine.depth_only, state)
+    yield
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
     for slots in cache_sizes:
         if slots > cache_sizes[0]:

@@ -107,7 +107,7 @@ class Program(Generic[R]):
 
     Attributes:
       run_kept: a result by a program that is kept for later starts (`programs.py`), or None; None keeps none.
-      prepare_kept: begins to compile such a program.
+      prepare_kept: begins to read or compile such a program.
       arguments: passed to `jax.jit`.
     """
 
@@ -126,7 +126,7 @@ class Program(Generic[R]):
         return self._of(platform())(*args) if result is None else result
 
     def prepare(self, *args: Any) -> Any:
-        """Begin to compile for arrays of these shapes; returns the results' shapes, None if nothing is compiled."""
+        """Begin to read or compile the program for arrays of these shapes: a `programs.Kept`; None where none is kept."""
         if self._may_be_kept and self.prepare_kept:
             return self.prepare_kept(args)
         return None

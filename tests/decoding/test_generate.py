@@ -216,7 +216,7 @@ def test_warming_up_compiles_all():
     programs = decode_loop, loop.prefill, loop.copied_progress, loop.end_rows
     for program in programs[2:]:  # small ones, which other tests have compiled
         program.clear_cache()
-    loop.warm_up(engine, variables, request)
+    list(loop.warm_up(engine, variables, request))
     before = [program._cache_size() for program in programs]
     progress = loop.generate(engine, variables, request)
     chunks = loop.stream(engine, variables, request)
@@ -253,7 +253,7 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
         [*small, *["decode_loop"] * loops, *["grow"] * (loops - 1)]
     )
     count = len(traced)
-    loop.warm_up(engine, variables, request)
+    list(loop.warm_up(engine, variables, request))
     assert texts_of(loop.generate(engine, variables, request)) == plain
     assert (len(traced), loops) == (count, 2) and jax.config.jax_enable_compilation_cache
     [thread.join() for thread in threading.enumerate() if "_write" in thread.name]
