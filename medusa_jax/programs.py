@@ -82,10 +82,12 @@ def prepare_kept(program: Program[R], args: tuple[Any, ...]) -> Kept | None:
 
 
 def prepare(program: Program[R], args: tuple[Any, ...], call: Call) -> Kept | None:
-    path = path_of(program, call)
-    kept = path and (read_kept(path) or begin_to_compile(program, args, path))
+    """Keep what `prepare_kept` returns until it fails: then the next call compiles again."""
+    kept = None
+    if path := path_of(program, call):
+        kept = read_kept(path) or begin_to_compile(program, args, path)
     executables[call.key] = kept
-    if kept:  # after a failure the next call compiles again
+    if kept:
         kept.run.add_done_callback(
             lambda run: run.exception() and executables.pop(call.key)
         )

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Iterable
+from itertools import islice
 
 
 class Compiling:
     """Compiles the programs of a call when they are needed.
 
     Args:
-      stages: compiles those of the prompts before it yields, and then those of the steps; nothing if all are compiled.
+      stages: compiles a stage before each of two values; empty if all is compiled.
 
     Attributes:
       seconds: spent so far.
@@ -19,17 +20,15 @@ class Compiling:
         self.seconds = 0.0
 
     def prompts(self) -> bool:
-        """Compile what reads the prompts; returns whether the steps are still to be compiled."""
-        start = time.perf_counter()
-        pending = next(self._stages, False) is None
-        self.seconds += time.perf_counter() - start
-        return pending
+        """Compile what reads the prompts; False if all was compiled already."""
+        return self._compile(1)
 
-    def steps(self) -> float:
-        """Compile the rest; returns the seconds of it."""
+    def steps(self) -> bool:
+        """Compile the rest; False if nothing was left."""
+        return self._compile(None)
+
+    def _compile(self, n_stages: int | None) -> bool:
         start = time.perf_counter()
-        for _ in self._stages:
-            pass
-        spent = time.perf_counter() - start
-        self.seconds += spent
-        return spent
+        if worked := bool(list(islice(self._stages, n_stages))):
+            self.seconds += time.perf_counter() - start
+        return worked

@@ -73,7 +73,9 @@ class Model(LoadedModel):
     ) -> float:
         """Compile what `generate` and `stream` run for these prompts; returns the seconds."""
         _, engine, request = self.plan(prompts, options, ids, tree, acceptance)
-        return self._compiling(engine, request).steps()
+        compiling = self._compiling(engine, request)
+        compiling.steps()
+        return compiling.seconds
 
     @known_arguments(OPTIONS)
     def generate(

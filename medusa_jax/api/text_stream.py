@@ -193,7 +193,9 @@ def stream_rows(
             pieces = texts.take(progress)
             prefilled = time.perf_counter()
             yield pieces, None
-            waited = compiling.steps()
+            before = compiling.seconds
+            compiling.steps()
+            waited = compiling.seconds - before
         chunks = loop.chunks(engine, variables, request, *begun, row_cache=row_cache)
     else:
         from medusa_jax.decoding import constrained  # here: few requests have constraints

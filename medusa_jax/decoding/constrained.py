@@ -249,6 +249,7 @@ def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterat
             state = grow(engine.depth_only, slots, state)
         state, _ = step_sizes(engine, variables, state)
     jax.block_until_ready(state)
+    yield
 
 
 def step_sizes(

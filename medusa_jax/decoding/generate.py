@@ -382,8 +382,8 @@ def prepare(
 def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterator[None]:
     """Compile what `generate` or `stream` will run for this request.
 
-    The programs of the prompt are ready at the first yield, those of the steps at the end. Where programs are not kept
-    for later starts, this reads the prompts once and takes no decode step.
+    The programs of the prompt are ready at the first of two yields, those of the steps at the second. Where programs are
+    not kept for later starts, this reads the prompts once and takes no decode step.
     """
     if stages := prepare(engine, variables, request):
         for stage in stages:
@@ -400,3 +400,4 @@ def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterat
             state = grow(engine.depth_only, slots, state)
         state, _ = decode_loop(engine, variables, state, np.int32(0))
     jax.block_until_ready(state)
+    yield
