@@ -15,9 +15,7 @@ COMMANDS: dict[str, Command] = {
     **_command("use", "serve", "an OpenAI-compatible port for many requests, and a page"),
     **_command("use", "convert", "heads from and to the layouts of other engines"),
     **_command("use", "verify", "whether heads answer as their certificate records"),
-    **_command(
-        "train", "own", "from a model and questions to heads for it: all four below"
-    ),
+    **_command("train", "own", "distill, train, calibrate and compare, in one command"),
     **_command("train", "train", "train backbones and heads"),
     **_command("train", "distill", "let a model write the text that its heads learn from"),
     **_command("train", "calibrate", "fit the tree to heads and device"),

@@ -28,7 +28,7 @@ from medusa_jax.whole_files import Json
 
 # "bundled": with --tree auto, too, all steps use the tree file's choice or the default tree.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Nodes of the smallest size with drafts; of the only one for narrow weights if `calibrate` did not run here.
+# Nodes of the small tree. Narrow weights (stored, int8) use no other until `calibrate` has run on this machine.
 SMALL = 3
 
 

@@ -113,9 +113,10 @@ def summary(facts: Json, load_seconds: float, first_seconds: float) -> str:
     if facts["speedup"] is None:
         line += "no step to compare, the text ended with its first token, "
     else:
+        ratio = facts["step_latency_ratio"]
         line += (
-            f"speed-up {facts['speedup']:.2f}x at {facts['step_latency_ratio']:.2f}x the step "
-            "latency, "
+            f"speed-up {facts['speedup']:.2f}x: {facts['speedup'] * ratio:.2f} tokens a step at "
+            f"{ratio:.2f}x the step latency, "
         )
     return line + ("identical text" if facts["identical"] else _difference(facts))
 

@@ -82,7 +82,7 @@ class MeshFlags:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnFlags(MeshFlags):
-    """The devices of a model that people talk to, and whether its heads learn from that."""
+    """Devices, and learning from answers."""
 
     learn: str | None = flag(
         "the draft heads learn from the answers while nothing else runs, and keep it in this directory "

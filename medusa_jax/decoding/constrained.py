@@ -48,7 +48,7 @@ FEW, MANY = 3, 7
 
 
 def with_runs(engine: Engine, heads: bool) -> Engine:
-    """The engine for constraints: its tree has a chain for forced tokens, which are copied from the text if none is.
+    """The engine for constrained rows: its tree has a chain for forced tokens; if none is forced, it is copied from the text.
 
     Args:
       heads: whether the engine's drafter fills the rest of the tree; False drafts without it.

@@ -22,8 +22,8 @@ from medusa_jax.decoding.acceptance_rates import (
 )
 from medusa_jax.tree.tree import Tree
 
-# Another size must be faster than the current one by this factor, since the estimates are noisy, and drafts faster
-# than plain decoding for a text to begin with them.
+# Factors: another size must be this much faster than the current one, since the estimates are noisy; drafts must be this
+# much faster than plain decoding for a text to begin with them.
 MARGIN, WORTH = 1.01, 1.05
 # Largest share of the time that trials of drafts may lose, and bounds of the plain steps between two trials.
 OVERHEAD, PAUSES = 0.02, (32, 256)

@@ -99,7 +99,7 @@ def caught_up(
 def gated_step(
     engine: Engine, variables: Params, state: DecodeState, deferred: Committed, more: More
 ) -> StepResult:
-    """A step with the size that the gate has chosen, which then chooses the next one; in a pause several.
+    """Take a step with the gate's size, then let the gate choose the next; in a pause, take several plain steps.
 
     There is one loop for each size, and only the chosen size's runs: loops change the state
     in place, while the branches of a conditional would copy the cache.

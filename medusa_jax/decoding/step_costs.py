@@ -20,9 +20,10 @@ from medusa_jax.tree.tree import Tree
 
 # Chunks that a time is computed from: their lower quartile, since other work only adds time.
 TIMED = 16
-# Timing a size loses at most this share of the time, at most once in PAUSE seconds after its first SOON chunks.
+# The largest share of the time that timing may lose. After its first SOON chunks a size is timed once in PAUSE seconds.
 OVERHEAD, PAUSE, SOON = 0.004, 1.0, 4
-# Steps of a stream's chunk that times a size, its share that this loses, and seconds from which the host has waited.
+# A stream's chunk that times a size has FEW steps and loses this share of its time. A wait of the host shorter than
+# WAITED seconds means that the chunk had already ended.
 FEW, LOST, WAITED = 8, 0.25, 1e-4
 # Seconds of chunks after which the note is written again.
 NOTED = 10.0
@@ -81,7 +82,7 @@ class StepCosts:
         return before + len(self._seconds.get((rows, nodes), ()))
 
     def measured(self, rows: int, nodes: int) -> float | None:
-        """The time now; from earlier processes while this one has timed the size in fewer than `SOON` chunks."""
+        """Seconds of a step: until this process has timed `SOON` chunks, the note's, scaled to this process's pace."""
         size, now = (rows, nodes), self._now(rows, nodes)
         if size not in self._before or len(self._seconds.get(size, ())) >= SOON:
             return now

@@ -269,7 +269,7 @@ class Block(nn.Module):
         start_B: jax.Array | None = None,
         only_B: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        """The layer with attention that reads `read`; None: norm(x)."""
+        """The layer with attention that reads `input_BTI`; None: norm(x)."""
         c = self.config
         if isinstance(mask, PathMask):
             assert isinstance(cache, tuple) and start_B is not None
