@@ -22,7 +22,6 @@ import jax
 import numpy as np
 
 from medusa_jax.constraints.host_work import Guide, RowWork, Workers
-from medusa_jax.cpu import asks
 from medusa_jax.decoding import generate
 from medusa_jax.decoding.generate import (
     DecodeRequest,
@@ -186,7 +185,7 @@ def stream(
 def calls_host(engine: Engine) -> bool:
     """Whether the loop on the device calls the host."""
     mesh = engine.llama.mesh
-    return engine.kernels.calls_host and (mesh is None or mesh.size == 1) and asks()
+    return engine.kernels.calls_host and (mesh is None or mesh.size == 1)
 
 
 def answer(engine: Engine, guides: Mapping[int, Guide], *arrays: np.ndarray) -> None:

@@ -29,7 +29,16 @@ class CpuKernels(Kernels):
     thresholds_at_once: ClassVar[int] = 1
     # Filters and noise of a large vocabulary take a fifth of a step with four nodes.
     path_only: ClassVar[bool] = True
-    calls_host: ClassVar[bool] = True
+    # Their arithmetic outweighs reading the weights. Programs for larger pieces take more memory: 100 MB for 256 tokens
+    # and 30 layers.
+    prompt_piece: ClassVar[int] = 128
+    largest_tree: ClassVar[int] = 16
+
+    @property
+    def calls_host(self) -> bool:
+        from medusa_jax.cpu import asks  # only constrained text asks
+
+        return asks()
 
     def text_part(
         self, q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask

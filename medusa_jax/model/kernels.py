@@ -45,7 +45,9 @@ class Kernels:
       path_only: sampled acceptance computes target tokens only down the accepted path. An accelerator
         computes all nodes at once faster than it starts a round.
       bitwise: a token's result is the same, bit for bit, with any number of other tokens.
-      calls_host: a program on one device may call the host (`host_calls.py`), if `cpu.asks`.
+      calls_host: a program on one device may call the host (`host_calls.py`).
+      prompt_piece: most prompt tokens that a server reads at a time, between steps of other requests.
+      largest_tree: nodes of the largest tree that a server chooses from.
     """
 
     keys_first: ClassVar[bool] = False
@@ -53,7 +55,12 @@ class Kernels:
     thresholds_at_once: ClassVar[int] = 5
     path_only: ClassVar[bool] = False
     bitwise: ClassVar[bool] = False
-    calls_host: ClassVar[bool] = False
+    prompt_piece: ClassVar[int] = 512
+    largest_tree: ClassVar[int] = 64
+
+    @property
+    def calls_host(self) -> bool:
+        return False
 
     # Attention.
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model
-from medusa_jax.decoding import prefill
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.devices.platforms import program
@@ -22,15 +21,6 @@ MOST_BEST = 20
 # Slots of the smallest cache. Every size is compiled separately, and native attention skips unused slots;
 # 512 slots take 24 MB per row with 30 layers and 3 heads.
 LEAST_SLOTS = 512
-# Most prompt tokens per piece on a CPU: their arithmetic outweighs reading the weights. Programs for larger
-# pieces take more memory: 100 MB for 256 tokens and 30 layers.
-PIECE = 128
-
-
-def piece_for(model: Model) -> int:
-    """Return the maximum number of prompt tokens per piece on the model's device."""
-    on_cpu = model.mesh.devices.flat[0].platform == "cpu"
-    return PIECE if on_cpu else prefill.PIECE
 
 
 def echo_of(
@@ -54,7 +44,7 @@ def echo_of(
     """
     if n is None:
         return Delta(text, [], list(ids), [], [])
-    piece = piece or piece_for(model)
+    piece = piece or model.llama.kernels.prompt_piece
     backbone, slots = model.backbone, power_of_two(len(ids), max(piece, slots))
     config, n_top = model.config, min(MOST_BEST, model.config.vocab_size)  # one program
     sizes = (config.n_layers, 1, slots, config.n_kv_heads, config.head_dim)

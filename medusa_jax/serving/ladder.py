@@ -13,7 +13,6 @@ Texts and machines change, so a chunk sometimes tries the next size.
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
-import jax
 import numpy as np
 
 from medusa_jax.api import Model
@@ -29,8 +28,6 @@ from medusa_jax.decoding.gate import MARGIN
 from medusa_jax.decoding.step_costs import StepCosts
 from medusa_jax.tree.tree import Tree
 
-# Nodes of the largest size on a CPU and elsewhere.
-LARGEST = 16, 64
 # Half-life of the shares of all requests, in steps with drafts; one request's is `RECENT`.
 ALL_RECENT = 16 * RECENT
 # A gap in the drafter's state costs about this share of a chunk.
@@ -44,7 +41,7 @@ def ladder_sizes(model: Model, trees: Sequence[Tree]) -> tuple[Tree, ...]:
     if not (model.chooses and model.drafts and model.drafter.own_step is None):
         return (Tree.none(),)
     order = order_with(max(trees, key=lambda tree: tree.n_nodes), model.calibrated)
-    most = min(LARGEST[jax.default_backend() != "cpu"], len(order.growth) + 1)
+    most = min(model.llama.kernels.largest_tree, len(order.growth) + 1)
     sizes = [order.tree(2**n) for n in range(most.bit_length())]
     sizes = [tree for tree in sizes if tree.drafted.depth <= model.drafter.n_heads]
     by_nodes = {tree.n_nodes: tree for tree in (*sizes, *trees)}

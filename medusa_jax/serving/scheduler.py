@@ -19,7 +19,6 @@ from medusa_jax.api import Model
 from medusa_jax.api.tree_choice import tokens_of
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.chunks import PACE, Chunks
-from medusa_jax.serving.echo import PIECE
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs, tell
@@ -41,7 +40,7 @@ class Scheduler:
       most_new: most tokens of an answer.
       programs: tells which programs are compiled.
       chunk_steps: most steps of a chunk.
-      piece: most tokens of a piece of a prompt, a power of two.
+      piece: most tokens of a piece of a prompt, a power of two; by default the device's.
       threads: run the host's work on constraints; by default the caller's thread does.
     """
 
@@ -53,9 +52,10 @@ class Scheduler:
         most_new: int,
         programs: Compiler,
         chunk_steps: int = 8,
-        piece: int = PIECE,
+        piece: int = 0,
         threads: GuideThreads | None = None,
     ) -> None:
+        piece = piece or model.llama.kernels.prompt_piece
         self._batch = batch = Batch(model, trees, most_new, piece)
         batch.threads = threads
         self._jobs = jobs = Jobs(batch, max(trees))
