@@ -107,6 +107,25 @@ def test_a_stream_of_one_prompt_is_an_iterator_of_text(model):
         next(model.stream([[99999]]))
 
 
+def test_the_first_token_comes_before_the_steps_are_compiled(model, monkeypatch):
+    compiled, warm_up = [], loop.warm_up
+
+    def stages(*args):
+        for stage, _ in enumerate(warm_up(*args)):
+            compiled.append(stage)
+            yield
+
+    [expected] = model.generate(["in"], Options(max_new_tokens=NEW))
+    monkeypatch.setattr(loop, "warm_up", stages)
+    monkeypatch.setattr(model, "_warm", set())
+    chunks = model.stream(["in"], Options(max_new_tokens=NEW))
+    [piece], _ = next(chunks)
+    assert compiled == [0] and expected.text.startswith(piece.text)
+    *_, (_, [result]) = chunks
+    assert compiled == [0, 1] and result.token_ids == expected.token_ids
+    assert result.compile_seconds > 0
+
+
 def test_the_first_space_of_a_text(model, monkeypatch):
     """Kept after a prompt, read along or not; neither a text nor a turn begins with it."""
     options = Options(3, logit_bias=drop_first_space(model.tokenizer, monkeypatch))

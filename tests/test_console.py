@@ -6,6 +6,8 @@ import sys
 import pytest
 from children import run
 
+from medusa_jax import console
+
 # Standard streams: a shell may close them, or send them to a full disk. The program prints a result
 # and a message, and opens a file between: without care its number is that of a closed stream.
 PROGRAM = """
@@ -24,6 +26,14 @@ sys.exit(run_main(main))
 """
 PRINT = 'print("a result")'
 FULL = "cannot write: No space left on device"
+
+
+def test_messages_after_a_block(capsys):
+    with console.messages_after():
+        console.inform("a message")
+        print("a result")
+        assert not capsys.readouterr().err
+    assert capsys.readouterr().err == "a message\n"
 
 
 def run_shell(words, redirection="", **variables):

@@ -234,14 +234,18 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     engine = Engine(llama, no_drafter(CONFIG), Tree.none(), "greedy")
     variables, request = {"backbone": backbone, "heads": {}}, request_of([200] * 2)
     plain = texts_of(loop.generate(engine, variables, request))
-    traced = []
+    traced, ran = [], []
+
+    def run_kept(program, args):
+        ran.append(program.__qualname__)
+        return programs.run_kept(program, args)
 
     def lowered_for(program, args, lower=programs.lowered_for):
         traced.append(program.__qualname__)
         return lower(program, args)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(Program, "run_kept", programs.run_kept)
+    monkeypatch.setattr(Program, "run_kept", run_kept)
     monkeypatch.setattr(Program, "prepare_kept", programs.prepare_kept)
     monkeypatch.setattr(programs, "lowered_for", lowered_for)
     monkeypatch.setattr(programs, "executables", {})  # other tests fill it
@@ -253,13 +257,16 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
         [*small, *["decode_loop"] * loops, *["grow"] * (loops - 1)]
     )
     count = len(traced)
-    list(loop.warm_up(engine, variables, request))
+    stages = loop.warm_up(engine, variables, request)
+    ready = [[k.run.done() for k in programs.executables.values()] for _ in stages]
+    assert all(ready[1]) and set(ran) == {"row_keys"}  # no prompt was read
     assert texts_of(loop.generate(engine, variables, request)) == plain
     assert (len(traced), loops) == (count, 2) and jax.config.jax_enable_compilation_cache
     [thread.join() for thread in threading.enumerate() if "_write" in thread.name]
     programs.executables.clear()  # a later start
-    loop.prepare(engine, variables, request)
-    assert len(traced) == count
+    ran.clear()
+    list(loop.warm_up(engine, variables, request))
+    assert len(traced) == count and ran == ["row_keys"]
 
 
 def test_trees_of_one_depth_read_prompts_with_one_program():
