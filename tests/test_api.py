@@ -252,22 +252,6 @@ def test_log_probabilities_are_the_models_own(model, directory, tree):
     assert short.top_logprobs == result.top_logprobs[: short.new_tokens]
 
 
-def test_a_limit_in_steps(model):
-    """Whole steps, the same tokens; the limit of tokens goes on counting."""
-    [whole] = model.generate(["in"], Options(max_new_tokens=NEW))
-    rows = [Options(max_new_tokens=n, max_steps=4) for n in (NEW, 3, 500)]
-    results = model.generate(["in"] * 3, rows)
-    taken = 1 + sum(whole.accepted_lengths[:4])
-    assert [r.new_tokens for r in results] == [taken, 3, taken]
-    assert [r.finish_reason for r in results] == ["steps", "length", "steps"]
-    assert results[0].steps == 4 and taken > 5
-    for result in results:
-        assert whole.token_ids[: result.new_tokens] == result.token_ids
-        check_result(model, result)
-    with pytest.raises(UserError, match="max_steps would end the drafted and the plain"):
-        compare(model, ["in"], rows[0])
-
-
 def test_the_models_own_eos_outlives_another_tokenizer(directory, tmp_path):
     """Ids from config.json and generation_config.json next to the weights, and the tokenizer's."""
     path = tmp_path / "model"
@@ -542,14 +526,13 @@ def test_greedy_rows_take_the_program_of_sampled_ones(model, monkeypatch):
     assert model.plan(PROMPTS, greedy)[1].acceptance == "greedy"  # another shape
 
 
-def test_limits_and_ends_beyond_any_text_are_none(model):
-    """No number of steps and no token is so large: such a request runs to its other ends."""
-    far = Options(3, max_steps=2**40, eos_ids=(10**12,), stop_sequences=((5, 2**31),))
-    request = model.request(["a"], [far])
-    assert request.max_steps == [loop.FOREVER] and request.stops == [[]]
+def test_ends_beyond_any_text_are_none(model):
+    """No token is so large: such a request runs to its other ends."""
+    far = Options(3, eos_ids=(10**12,), stop_sequences=((5, 2**31),))
+    assert model.request(["a"], [far]).stops == [[]]
 
 
-WRONG = {"max_new_tokens": [0, 2.7, True, None], "max_steps": [0], "logprobs": [-1]}
+WRONG = {"max_new_tokens": [0, 2.7, True, None], "logprobs": [-1]}
 WRONG |= {"temperature": [-0.1, 1e-38, float("nan"), float("inf"), "hot", 10**400]}
 WRONG |= {"top_p": [-0.1, 1.5], "min_p": [-1.0], "epsilon": [0.0], "delta": [-1.0]}
 WRONG |= {"top_k": [-2, 2**31, 2.5, "5"], "seed": ["a", 1e3], "stop": [5, (5,), None]}

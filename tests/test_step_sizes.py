@@ -185,7 +185,7 @@ def test_costs_of_calibrate_if_it_ran_here(directory, tmp_path, free):
 
 
 def test_where_the_tree_stays_the_same(directory, free, monkeypatch):
-    """Rules that read drafts, a limit of steps, 16 bits, an explicit tree, several hosts."""
+    """Rules that read drafts, 16 bits, an explicit tree, several hosts."""
     model = load(directory, "prompt_lookup")
 
     def chooses(model=model, options=OPTIONS, **more):
@@ -195,7 +195,6 @@ def test_where_the_tree_stays_the_same(directory, free, monkeypatch):
     assert chooses(load(directory))
     assert not chooses(tree="chain:3") and not chooses(tree="none")
     assert not chooses(acceptance="typical") and not chooses(acceptance="rejection")
-    assert not chooses(options=dataclasses.replace(OPTIONS, max_steps=9))
     assert not chooses(load(directory, "prompt_lookup", dtype="bfloat16"))
     for tree in ("bundled", "3", "chain:2"):
         assert not chooses(load(directory, tree=tree))

@@ -69,12 +69,7 @@ class Dialogue:
             row = rows.resized(reader, sizes, 1, slots, row)
         slots = row.cache.slots
         row = rows.begin_row(
-            reader,
-            row,
-            prompts.sampling,
-            prompts.limit_B,
-            prompts.max_steps_B,
-            prompts.stop_BQW,
+            reader, row, prompts.sampling, prompts.limit_B, prompts.stop_BQW
         )
         while at < n:
             T = SMALL if n - at <= 4 * SMALL else LARGE

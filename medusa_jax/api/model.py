@@ -300,7 +300,9 @@ class Model(LoadedModel):
         if not self.drafts or tree not in (None, "auto"):
             return self.engine(tree, acceptance, sampled, logprobs)
         engine = self.engine(self.tree_at(len(rows)), acceptance, sampled, logprobs)
-        if self.chooses and text_is_free(engine, rows, self.dtype):
+        # Constraints need the host in every step.
+        chooses = self.chooses and not any(o.constraint for o in rows)
+        if chooses and text_is_free(engine, self.dtype):
             engine = self.step_sizes.gated(self.drafter, engine)
         return engine
 

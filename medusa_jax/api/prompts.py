@@ -176,7 +176,6 @@ def request_of(
         ids=None if ids is None else [i % 2**32 for i in ids],
         epsilon=[o.epsilon for o in options],
         delta=[o.delta for o in options],
-        max_steps=[min(o.max_steps or loop.FOREVER, loop.FOREVER) for o in options],
         penalties=[o.penalties for o in options],
         guides=guides,
     )

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # By option: a test of its value, and the description of allowed values.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda n: n >= 1, "a whole number, at least 1"),
-    "max_steps": (lambda n: n is None or n >= 1, "a whole number, at least 1"),
     "logprobs": (lambda n: n is None or n >= 0, "0 or more alternatives"),
     "seed": (lambda _: True, "a whole number"),
     "stop": (lambda _: True, "text or a list of texts"),
@@ -57,7 +56,6 @@ class Options:
 
     Attributes:
       max_new_tokens: most tokens to emit.
-      max_steps: most decode steps to take, each of one token or more; None sets no limit.
       temperature: 0 is greedy.
       top_k: keep the k likeliest tokens; 0 keeps all. Filters follow temperature, in this order.
       top_p: keep the likeliest tokens up to this mass; 1 keeps all, 0 the likeliest one.
@@ -91,7 +89,6 @@ class Options:
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     epsilon: float = EPSILON
     delta: float = DELTA
-    max_steps: int | None = None
     logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -143,7 +140,7 @@ class Result:
       token_ids: the same as ids; an EOS or stop sequence is kept.
       draft_depths: for each token the tree depth it was accepted at, negative if it was copied from the
         text; 0 = the verifier's own.
-      finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps", "context",
+      finish_reason: "stop" (EOS, stop sequence or stop string), "length", "context",
         "constraint": no token of the vocabulary may follow, or "error": no token has a score (`NO_SCORES`).
       prompt_tokens: tokens of the prompt, including an added BOS.
       steps: decode steps after prefill.
@@ -244,8 +241,8 @@ NO_SCORES = (
 )
 
 
-def finish_reason(status: int, tokens: int, limit: int, options: Options) -> str:
-    """Why a text of this many tokens ended, as in `Result`.
+def finish_reason(status: int, limit: int, options: Options) -> str:
+    """Why a text ended, as in `Result`.
 
     Args:
       status: of its row; STOPPED at a stop string, too.
@@ -253,8 +250,6 @@ def finish_reason(status: int, tokens: int, limit: int, options: Options) -> str
     """
     if reason := ENDS.get(status):
         return reason
-    if tokens < limit:
-        return "steps"
     return "context" if limit < options.max_new_tokens else "length"
 
 
@@ -275,7 +270,7 @@ def results_of(
     size = int(np.argmax(progress.gate.steps_N)) if progress.gate is not None else 0
     for row, options in enumerate(rows):
         ids = tokens[row, : counts[row]].tolist()
-        reason = finish_reason(int(status[row]), len(ids), request.limits[row], options)
+        reason = finish_reason(int(status[row]), request.limits[row], options)
         results.append(
             Result(
                 text=tokenizer.decode_after(request.prompts[row], ids),

@@ -1,12 +1,11 @@
 """`--tree auto`: the tree sizes that steps choose from, and their costs on this machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from medusa_jax.api.results import Options
 from medusa_jax.api.tree_choice import sizes_of, tokens_of
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import Engine
@@ -16,14 +15,13 @@ from medusa_jax.measured import DeviceCache
 from medusa_jax.whole_files import Json
 
 
-def text_is_free(engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bool:
+def text_is_free(engine: Engine, dtype: np.dtype) -> bool:
     """Whether the text cannot depend on the trees of its steps.
 
-    It depends on them if the rule reads the drafts, if steps are limited, and in 16-bit arithmetic, where
-    passes over different numbers of tokens round differently. Constraints need the host in every step.
+    It depends on them if the rule reads the drafts, and in 16-bit arithmetic, where passes over different numbers
+    of tokens round differently.
     """
-    exact = engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
-    return exact and all(o.max_steps is None and o.constraint is None for o in rows)
+    return engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
 
 
 @dataclass

@@ -109,11 +109,6 @@ class EndFlags:
     """Where a text ends."""
 
     stop: list[str] = flag("string that ends the text (repeatable)", [])  # noqa: RUF009
-    max_steps: int | None = flag(
-        "most decode steps, of one token or more each (default: no limit)",
-        None,
-        metavar="N",
-    )
     eos_ids: tuple[int, ...] | None = flag(
         "token ids that end a text, such as 2,7; none: only its limit does (default: from the "
         "model's files)",
@@ -137,7 +132,7 @@ class Flags(ShownFlags, DraftFlags, SamplingFlags, EndFlags, LearnFlags, HostFla
     prompt: str | None = flag("text to continue ('-' reads standard input)", None)
     prompts_file: str | None = flag(
         "JSONL with prompt, prompt_ids or messages, and optional per-request temperature, top_k, top_p, "
-        "min_p, seed, max_new_tokens, max_steps, stop, eos_ids, stop_sequences, logprobs, penalties, "
+        "min_p, seed, max_new_tokens, stop, eos_ids, stop_sequences, logprobs, penalties, "
         "logit_bias, constraint; answers are JSON lines in the same order",
         None,
     )

@@ -29,8 +29,6 @@ MARGIN, WORTH = 1.01, 1.05
 OVERHEAD, PAUSES = 0.02, (32, 256)
 # Least number of steps with drafts in such a trial.
 TRIAL = 4
-# Steps without a limit: of a pause that does not end, and the default of `max_steps`.
-FOREVER = np.iinfo(np.int32).max
 
 
 class Gate(struct.PyTreeNode):
@@ -105,7 +103,7 @@ class Gate(struct.PyTreeNode):
         return self.replace(
             ratio_N=np.where(is_other_N, np.inf, 1.0).astype(np.float32),
             index_1=np.full(1, index, np.int32),
-            rest_1=np.full(1, FOREVER if index == 0 else 0, np.int32),
+            rest_1=np.full(1, np.iinfo(np.int32).max if index == 0 else 0, np.int32),
         )
 
     def reset(self, begins_1: jax.Array | bool) -> "Gate":

@@ -16,8 +16,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import DELTA, EPSILON
-from medusa_jax.decoding.gate import FOREVER, Gate
-from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.gate import Gate
+from medusa_jax.decoding.loop import FOREVER, decode_loop
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import PenaltyOptions, penalties_of
 from medusa_jax.decoding.prefill import PromptArrays, prefill
@@ -99,7 +99,6 @@ class DecodeRequest:
     Attributes:
       prompts: token ids, none empty.
       limits: maximum number of tokens to emit per row, at least 1; prompt + limit must fit the context.
-      max_steps: most decode steps per row, at least 1; by default no limit.
       stops: per row the token sequences that end it; they stay in the text. EOS ids are sequences of
         length 1.
       temperature, top_k, top_p, min_p, seed: per-row sampling parameters.
@@ -125,7 +124,6 @@ class DecodeRequest:
     ids: Sequence[int] | None = None
     epsilon: Sequence[float] | None = None
     delta: Sequence[float] | None = None
-    max_steps: Sequence[int] | None = None
     penalties: Sequence[PenaltyOptions] | None = None
     guides: "Sequence[Guide | None] | None" = None
     host: HostFunction | None = None
@@ -201,7 +199,6 @@ def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], Pr
     # NumPy's arrays, which `prefill` puts onto the device.
     lengths: Any = np.array([len(p) for p in request.prompts], np.int32)
     limits: Any = np.array(request.limits, np.int32)
-    max_steps: Any = np.array(request.max_steps or [FOREVER] * B, np.int32)
     stops: Any = pack_stops(request.stops or [()] * B)
     if lengths.min() < 1 or limits.min() < 1:
         raise ValueError("every row needs a prompt of at least one token and a limit >= 1")
@@ -217,7 +214,6 @@ def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], Pr
         prompt_BT=prompt_BT,
         prompt_length_B=lengths,
         limit_B=limits,
-        max_steps_B=max_steps,
         stop_BQW=stops,
         sampling=sampling_of(request, engine.llama.config.vocab_size),
         output_BO=output,

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.gated import caught_up, gated_step, no_positions
@@ -12,6 +13,8 @@ from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Committed
 from medusa_jax.sharding import Params, on_all, pin_state
 
+# Steps without a limit.
+FOREVER = np.iinfo(np.int32).max
 # Steps taken, the rows, and what the drafter of a gated engine has not read.
 Carry = tuple[jax.Array, DecodeState, Committed | None]
 
@@ -21,10 +24,10 @@ def decode_loop(
     engine: Engine,
     variables: Params,
     state: DecodeState,
-    max_steps: jax.Array,
+    chunk_steps: jax.Array,
     until_one_ends: bool = False,
 ) -> tuple[DecodeState, Progress]:
-    """Run steps until every row has ended, a live row lacks room in the cache, or `max_steps`.
+    """Run steps until every row has ended, a live row lacks room in the cache, or `chunk_steps`.
 
     Compiled once per cache size: the cost of a step depends on the slots, so the drivers grow the
     cache with the text.
@@ -43,7 +46,7 @@ def decode_loop(
         go_on = jnp.any(running_B)
         if until_one_ends:
             go_on &= jnp.all(running_B == began_B)
-        return (step < max_steps) & go_on & fits
+        return (step < chunk_steps) & go_on & fits
 
     def one(carry: Carry) -> Carry:
         step, state, deferred = carry

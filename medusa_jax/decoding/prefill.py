@@ -44,7 +44,6 @@ class PromptArrays(NamedTuple):
       prompt_BT: token ids, right-padded; T is at most `PIECE` or a multiple of it.
       prompt_length_B: tokens of each prompt, at least 1.
       limit_B: most tokens to emit, at least 1.
-      max_steps_B: most decode steps to take, at least 1.
       stop_BQW: token sequences that end a row, from `pack_stops`.
       output_BO: zeros, with O >= max(limit) + L.
     """
@@ -52,7 +51,6 @@ class PromptArrays(NamedTuple):
     prompt_BT: jax.Array
     prompt_length_B: jax.Array
     limit_B: jax.Array
-    max_steps_B: jax.Array
     stop_BQW: jax.Array
     sampling: Sampling
     output_BO: jax.Array
@@ -159,7 +157,6 @@ def prefill(
         prompts.sampling,
         prompts.output_BO,
         prompts.limit_B,
-        prompts.max_steps_B,
         prompts.stop_BQW,
     )
     text_BS = state.text_BS

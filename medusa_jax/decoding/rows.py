@@ -54,7 +54,7 @@ def idle_rows(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeStat
     sampling = sampling_of(DecodeRequest([[]] * rows, []), engine.llama.config.vocab_size)
     tokens_BO = jnp.zeros((rows, sizes.outputs), jnp.int32)
     stop_BQW = jnp.full((rows, *sizes.stops), NEVER, jnp.int32)
-    state = fresh_state(engine, slots, sampling, tokens_BO, zero_B, zero_B, stop_BQW)
+    state = fresh_state(engine, slots, sampling, tokens_BO, zero_B, stop_BQW)
     state = state.replace(status_B=zero_B + STOPPED)
     if engine.tree.copied_C.size:
         none_BP = jnp.full((rows, PREDICTED), NO_TOKEN, jnp.int32)
@@ -97,14 +97,13 @@ def begin_row(
     row: DecodeState,
     sampling: Sampling,
     limit_B: jax.Array,
-    max_steps_B: jax.Array,
     stop_BQW: jax.Array,
 ) -> DecodeState:
     """A state of one row to read a prompt in.
 
     Args:
       row: a copy of a row whose text shares the prompt's beginning, or of any row.
-      sampling, limit_B, max_steps_B, stop_BQW: parameters of the new request, B = 1.
+      sampling, limit_B, stop_BQW: parameters of the new request, B = 1.
     """
     row = row.replace(
         sampling=sampling,
@@ -112,7 +111,6 @@ def begin_row(
         depth_BO=jnp.zeros_like(row.depth_BO),
         n_new_B=jnp.zeros_like(row.n_new_B),
         limit_B=limit_B,
-        max_steps_B=max_steps_B,
         stop_BQW=stop_BQW,
         status_B=jnp.full_like(row.status_B, RUNNING),
         steps_B=jnp.zeros_like(row.steps_B),

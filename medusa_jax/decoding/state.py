@@ -109,7 +109,6 @@ class DecodeState(struct.PyTreeNode):
         the verifier's tokens (the first token and the bonus tokens).
       n_new_B: tokens emitted so far, including the one from prefill.
       limit_B: most tokens the row may emit.
-      max_steps_B: most decode steps it may take.
       stop_BQW: token sequences that end the row, see `stopping.pack_stops`.
       length_B: text positions in the cache, without the root.
       root_B: the last emitted token.
@@ -131,7 +130,6 @@ class DecodeState(struct.PyTreeNode):
     depth_BO: jax.Array
     n_new_B: jax.Array
     limit_B: jax.Array
-    max_steps_B: jax.Array
     stop_BQW: jax.Array
     length_B: jax.Array
     root_B: jax.Array
@@ -165,14 +163,13 @@ def fresh_state(
     sampling: Sampling,
     tokens_BO: jax.Array,
     limit_B: jax.Array,
-    max_steps_B: jax.Array,
     stop_BQW: jax.Array,
 ) -> DecodeState:
     """A state of running rows without text, with `slots` cache slots each.
 
     Args:
       tokens_BO: zeros, the room for new tokens.
-      sampling, limit_B, max_steps_B, stop_BQW: as in `DecodeState`.
+      sampling, limit_B, stop_BQW: as in `DecodeState`.
     """
     config, dtype, B = engine.llama.config, engine.llama.dtype, tokens_BO.shape[0]
     zero_B = jnp.zeros((B,), jnp.int32)
@@ -188,7 +185,6 @@ def fresh_state(
         depth_BO=tokens_BO.astype(jnp.int8),
         n_new_B=zero_B,
         limit_B=limit_B,
-        max_steps_B=max_steps_B,
         stop_BQW=stop_BQW,
         length_B=zero_B,
         root_B=zero_B,

@@ -13,13 +13,7 @@ from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import adjust, after_nodes, after_text
 from medusa_jax.decoding.state import DecodeState, Engine
-from medusa_jax.decoding.stopping import (
-    BROKEN,
-    LIMIT,
-    RUNNING,
-    completes_stop,
-    count_until_end,
-)
+from medusa_jax.decoding.stopping import BROKEN, RUNNING, completes_stop, count_until_end
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Proposal, Ranked
 from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.vocabulary import for_drafting
@@ -291,11 +285,8 @@ def append(engine: Engine, state: DecodeState, outcome: Outcome) -> DecodeState:
     new, count_B = emit(engine.kernels, state, *tokens, broken_B, copied_BL)
     # The state may have more bins than this tree needs.
     bin_BL = jnp.arange(1, state.histogram_BL.shape[1] + 1)[None, :] == count_B[:, None]
-    steps_B = state.steps_B + (state.status_B == RUNNING)
-    at_limit_B = (new.status_B == RUNNING) & (steps_B >= state.max_steps_B)
     return new.replace(
-        steps_B=steps_B,
-        status_B=jnp.where(at_limit_B, LIMIT, new.status_B),
+        steps_B=state.steps_B + (state.status_B == RUNNING),
         histogram_BL=state.histogram_BL + bin_BL.astype(jnp.int32),
     )
 

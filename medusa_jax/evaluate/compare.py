@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.prompts import Prompt
-from medusa_jax.errors import UserError
 from medusa_jax.evaluate.divergence import Divergence, find_divergence
 from medusa_jax.evaluate.race import Run, figures, in_rounds, with_median_times
 from medusa_jax.tree.tree import Tree
@@ -72,15 +71,8 @@ def compare(
 
     Args:
       ids: as for `Model.generate`.
-
-    Raises:
-      UserError: `max_steps` is set; the two texts would end in different places.
     """
     rows = list(options) if isinstance(options, Sequence) else [options] * len(prompts)
-    if any(o.max_steps for o in rows):
-        raise UserError(
-            "max_steps would end the drafted and the plain text in different places: compare without it"
-        )
     sides = [
         lambda: model.generate(prompts, options, ids, tree=tree, acceptance=acceptance),
         lambda: model.generate(prompts, options, ids, tree=Tree.none()),

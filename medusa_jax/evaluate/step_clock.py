@@ -90,12 +90,7 @@ class StepClock:
         sizes = Sizes(prompts.output_BO.shape[1], (Q, W))
         state = idle(engine.depth_only, sizes, len(length_B), self.slots)
         state = begin_row(
-            engine.depth_only,
-            state,
-            prompts.sampling,
-            prompts.limit_B,
-            prompts.max_steps_B,
-            prompts.stop_BQW,
+            engine.depth_only, state, prompts.sampling, prompts.limit_B, prompts.stop_BQW
         )
         state = state.replace(n_new_B=np.ones_like(length_B), length_B=length_B)
         return placed(engine.llama.mesh, state)

@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from medusa_jax.api import Model, Options
+from medusa_jax.api import Model
 from medusa_jax.api.step_sizes import text_is_free
 from medusa_jax.constraints.host_work import Guide
 from medusa_jax.decoding import constrained, rows
 from medusa_jax.decoding.acceptance import rule_named
 from medusa_jax.decoding.generate import (
-    FOREVER,
     MIN_PROMPT,
     DecodeRequest,
     output_slots,
@@ -173,7 +172,6 @@ class Batch:
             ),
             sampling_of(request, self._vocab_size),
             np.array(request.limits, np.int32),
-            np.array(request.max_steps or [FOREVER], np.int32),
             pack_stops(request.stops or [()], STOPS),
         )
         # Drafters pair a position with the next token, so the last shared token is read again.
@@ -239,10 +237,10 @@ class Batch:
         sizes = {tree.n_nodes: tree for tree in self.sizes}
         return sizes.get(group.nodes, trees[self.rows])
 
-    def text_is_free(self, group: Group, options: Sequence[Options]) -> bool:
-        """Whether these requests' texts cannot depend on the trees of their steps."""
-        engine, dtype = self._engine_of(group), self._model.dtype
-        return not group.predicted and text_is_free(engine, options, dtype)
+    def text_is_free(self, group: Group) -> bool:
+        """Whether a group's texts cannot depend on the trees of their steps."""
+        is_free = text_is_free(self._engine_of(group), self._model.dtype)
+        return is_free and not (group.predicted or group.constrained)
 
     def insert(self, reading: Reading, at: int) -> Progress:
         """Overwrite row `at` of the batch with a row that was read; return its progress."""
@@ -281,7 +279,7 @@ class Batch:
         if not group.drafts:
             drafter = no_drafter(self._engine.llama.config)
         engine = replace(self._engine_of(group), tree=tree, drafter=drafter)
-        status_B, max_steps = rows.run_only(
+        status_B, chunk_steps = rows.run_only(
             self._engine,
             self._state.status_B,
             running_B,
@@ -296,7 +294,7 @@ class Batch:
             steps = 1 if (running_B == PAUSED).any() else few_steps
             state, progress = self._guided(engine, variables, state, guides or {}, steps)
         else:
-            state, progress = decode_loop(engine, variables, state, max_steps, True)
+            state, progress = decode_loop(engine, variables, state, chunk_steps, True)
         self._state, extras = rows.split_extras(state)
         self._extras.store(extras)
         return progress, tree.n_nodes

@@ -121,8 +121,7 @@ class Chunks:
     def _sized(self, jobs: list[Job]) -> Group:
         """Return the group of these requests with the size of tree that the ladder chooses."""
         batch, group, ladder = self._batch, self._group, self._ladder
-        is_free = batch.text_is_free(group, [job.options for job in jobs])
-        if not (group.drafts and is_free and len(batch.sizes) > 1):
+        if not (group.drafts and batch.text_is_free(group) and len(batch.sizes) > 1):
             return group
         sized = {tree.n_nodes: group._replace(nodes=tree.n_nodes) for tree in batch.sizes}
         first = batch.tree_of(group).n_nodes

@@ -69,7 +69,7 @@ def test_a_drafter_goes_on_from_where_texts_part():
     def read(state, source, prompt, begin):
         row = rows.begin_row(
             engine, rows.take_row(engine, state, np.int32(source)), request.sampling,
-            request.limit_B, request.max_steps_B, request.stop_BQW,
+            request.limit_B, request.stop_BQW,
         )  # fmt: skip
         tokens_1T = np.zeros((1, 17), np.int32)
         tokens_1T[0, : len(prompt) - begin] = prompt[begin:]

@@ -201,7 +201,6 @@ def test_texts_that_depend_on_the_drafts(model, rule):
     asked = [
         Request(start, options(30)),
         Request(start, options(30, 0.9, seed=3, epsilon=0.4, delta=0.7), 5, True, rule),
-        Request(start, options(9, max_steps=2)),
     ]
     for request in asked:
         [client] = run(scheduler, {0: [request]}, model)
