@@ -147,7 +147,7 @@ def prefill(
       slots: cache slots to allocate, at least T.
     """
     prompt_BT, prompt_length_B = prompts.prompt_BT, prompts.prompt_length_B
-    B, T = prompt_BT.shape
+    T = prompt_BT.shape[1]
     piece = min(T, PIECE)
     if T % piece:
         raise ValueError(f"{T} prompt tokens are not a multiple of a piece of {piece}")
@@ -159,9 +159,8 @@ def prefill(
         prompts.limit_B,
         prompts.stop_BQW,
     )
-    text_BS = state.text_BS
-    if text_BS is not None:
-        text_BS = text_BS.at[:, :T].set(prompt_BT)
+    if state.text_BS is not None:
+        state = state.replace(text_BS=state.text_BS.at[:, :T].set(prompt_BT))
     following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)
 
     def read_next(i: jax.Array | int, before: PrefillState) -> PrefillState:
@@ -173,7 +172,7 @@ def prefill(
         begin_B = jnp.full_like(prompt_length_B, begin)
         next_piece = PromptPiece(tokens_BT, next_BT, begin_B, prompt_length_B)
         return read_piece(
-            engine, variables, prompts.sampling, text_BS, before, next_piece, piece == T
+            engine, variables, state.sampling, state.text_BS, before, next_piece, piece == T
         )
 
     progress = prefill_start(engine, state)
@@ -182,20 +181,37 @@ def prefill(
     else:  # pieces after the longest prompt are skipped
         pieces = -(-jnp.max(prompt_length_B) // piece)
         progress = lax.fori_loop(0, pieces, read_next, progress)
-    cache, drafter, token_B, logprobs = progress
-    root_B, broken_B = checked(token_B, engine.llama.config.vocab_size)
-    if text_BS is not None:
-        text_BS = write_tokens(engine.kernels, text_BS, root_B[:, None], prompt_length_B)
+    return with_first_token(engine, state, progress, prompt_length_B)
+
+
+def with_first_token(
+    engine: Engine,
+    state: DecodeState,
+    progress: PrefillState,
+    length_B: jax.Array,
+    ends_B: jax.Array | bool = True,
+) -> DecodeState:
+    """The state after a piece of its prompts, with the first token of rows whose whole prompt has been read.
+
+    Args:
+      state: with the prompts up to the end of the piece in `text_BS`.
+      length_B: tokens of the whole prompts.
+      ends_B: whether a row's prompt ends in the piece.
+    """
+    root_B, broken_B = checked(progress.root_B, engine.llama.config.vocab_size)
+    text_BS = state.text_BS
+    if text_BS is not None:  # a prompt's next piece overwrites it
+        text_BS = write_tokens(engine.kernels, text_BS, root_B[:, None], length_B)
     state = state.replace(
-        cache=cache,
-        drafter=drafter,
-        length_B=prompt_length_B,
+        cache=progress.cache,
+        drafter=progress.drafter,
+        length_B=length_B,
         root_B=root_B,
         text_BS=text_BS,
     )
-    path_BL = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
-    one_B = jnp.ones_like(root_B)
-    state, _ = emit(engine.kernels, state, path_BL, one_B, logprobs, broken_B)
+    path_BL = jnp.zeros_like(state.histogram_BL).at[:, 0].set(root_B)
+    n_B = jnp.broadcast_to(ends_B, root_B.shape).astype(jnp.int32)
+    state, _ = emit(engine.kernels, state, path_BL, n_B, progress.logprobs, broken_B)
     return pin_state(engine.llama.mesh, state)
 
 

@@ -19,7 +19,12 @@ from medusa_jax.decoding.generate import DecodeRequest, sampling_of
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.masks import NO_TOKEN
 from medusa_jax.decoding.penalties import Penalties
-from medusa_jax.decoding.prefill import PromptPiece, prefill_start, read_piece
+from medusa_jax.decoding.prefill import (
+    PromptPiece,
+    prefill_start,
+    read_piece,
+    with_first_token,
+)
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import (
     PREDICTED,
@@ -28,7 +33,7 @@ from medusa_jax.decoding.state import (
     empty_logprobs,
     fresh_state,
 )
-from medusa_jax.decoding.step import checked, emit, write_tokens
+from medusa_jax.decoding.step import write_tokens
 from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import rewind_state
@@ -128,28 +133,14 @@ def read_row(
     The cache must contain the text before the piece and have room for it: begin + T <= slots. Pieces
     may overlap.
     """
-    kernels, text_BS = engine.kernels, row.text_BS
+    text_BS = row.text_BS
     if text_BS is not None:
-        text_BS = write_tokens(kernels, text_BS, piece.tokens_BT, piece.begin_B)
-    row = row.replace(drafter=rewind_state(row.drafter, piece.begin_B))
+        text_BS = write_tokens(engine.kernels, text_BS, piece.tokens_BT, piece.begin_B)
+    row = row.replace(drafter=rewind_state(row.drafter, piece.begin_B), text_BS=text_BS)
     progress = prefill_start(engine, row)
     progress = read_piece(engine, variables, row.sampling, text_BS, progress, piece)
     ends_B = piece.begin_B + piece.tokens_BT.shape[1] >= piece.length_B
-    root_B, broken_B = checked(progress.root_B, engine.llama.config.vocab_size)
-    if text_BS is not None:
-        with_first_BS = write_tokens(kernels, text_BS, root_B[:, None], piece.length_B)
-        text_BS = jnp.where(ends_B[:, None], with_first_BS, text_BS)
-    row = row.replace(
-        cache=progress.cache,
-        drafter=progress.drafter,
-        root_B=root_B,
-        length_B=piece.length_B,
-        text_BS=text_BS,
-    )
-    path_BL = jnp.zeros_like(row.histogram_BL).at[:, 0].set(root_B)
-    n_B = ends_B.astype(jnp.int32)
-    row, _ = emit(kernels, row, path_BL, n_B, progress.logprobs, broken_B)
-    return pin_state(engine.llama.mesh, row)
+    return with_first_token(engine, row, progress, piece.length_B, ends_B)
 
 
 @program(static_argnums=0, donate_argnums=1)
