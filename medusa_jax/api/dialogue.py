@@ -51,10 +51,10 @@ class Dialogue:
         """Read a prompt from where it differs from the last text; returns the state and cache size."""
         _, prompts = loop.prompt_arrays(engine, request)
         lengths_B = prompts.prompt_length_B
-        _, Q, W = prompts.stop_BQW.shape
+        _, Q, W = prompts.options.stop_BQW.shape
         sizes = rows.Sizes(prompts.output_BO.shape[1], (Q, W))
         n, reader = int(lengths_B[0]), engine.depth_only
-        length = n + int(prompts.limit_B[0]) + engine.n_rows
+        length = n + int(prompts.options.limit_B[0]) + engine.n_rows
         slots = loop.power_of_two(length, max(LEAST_SLOTS, LARGE))
         prompt = np.array([*request.prompts[0]], np.int32)
         row = self.state if self._row_key == (engine, sizes) else None
@@ -68,9 +68,7 @@ class Dialogue:
         elif row.cache.slots < slots:
             row = rows.resized(reader, sizes, 1, slots, row)
         slots = row.cache.slots
-        row = rows.begin_row(
-            reader, row, prompts.sampling, prompts.limit_B, prompts.stop_BQW
-        )
+        row = rows.begin_row(reader, row, prompts.options)
         while at < n:
             T = SMALL if n - at <= 4 * SMALL else LARGE
             begin = min(at, slots - T)

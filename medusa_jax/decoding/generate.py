@@ -26,6 +26,7 @@ from medusa_jax.decoding.state import (
     DecodeState,
     Engine,
     Progress,
+    RowOptions,
     copied_progress,
     text_slots,
 )
@@ -172,15 +173,21 @@ def fields_of(request: DecodeRequest) -> dict[str, Any]:
 keys_of_rows = program()(row_keys)
 
 
-def sampling_of(request: DecodeRequest, vocab_size: int) -> Sampling:
-    """Return the sampling parameters of each row of a request."""
+def row_options(
+    request: DecodeRequest, vocab_size: int, stops: tuple[int, int] = (1, 1)
+) -> RowOptions:
+    """The options of each row of a request, in NumPy's arrays.
+
+    Args:
+      stops: least numbers of stop sequences and of tokens of each.
+    """
     B = len(request.prompts)
 
     def per_row(values: Sequence | None, default: float, dtype: DTypeLike) -> Any:
         return np.array(values if values is not None else [default] * B, dtype)
 
     ids = request.ids if request.ids is not None else range(B)
-    return Sampling(
+    sampling = Sampling(
         temperature_B=per_row(request.temperature, 0.0, np.float32),
         top_k_B=per_row(request.top_k, 0, np.int32),
         top_p_B=per_row(request.top_p, 1.0, np.float32),
@@ -191,6 +198,8 @@ def sampling_of(request: DecodeRequest, vocab_size: int) -> Sampling:
         penalties=penalties_of(request.penalties, request.prompts, vocab_size),
         first_BW=first_bits(request.guides, vocab_size),
     )
+    stop_BQW: Any = pack_stops(request.stops or [()] * B, stops)
+    return RowOptions(sampling, per_row(request.limits, 0, np.int32), stop_BQW)
 
 
 def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], PromptArrays]:
@@ -198,8 +207,8 @@ def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], Pr
     B = len(request.prompts)
     # NumPy's arrays, which `prefill` puts onto the device.
     lengths: Any = np.array([len(p) for p in request.prompts], np.int32)
-    limits: Any = np.array(request.limits, np.int32)
-    stops: Any = pack_stops(request.stops or [()] * B)
+    options = row_options(request, engine.llama.config.vocab_size)
+    limits: Any = options.limit_B
     if lengths.min() < 1 or limits.min() < 1:
         raise ValueError("every row needs a prompt of at least one token and a limit >= 1")
     needed = int((lengths + limits).max()) + engine.n_rows
@@ -211,12 +220,7 @@ def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], Pr
 
     output: Any = np.zeros((B, output_slots(engine, int(limits.max()))), np.int32)
     prompts = PromptArrays(
-        prompt_BT=prompt_BT,
-        prompt_length_B=lengths,
-        limit_B=limits,
-        stop_BQW=stops,
-        sampling=sampling_of(request, engine.llama.config.vocab_size),
-        output_BO=output,
+        prompt_BT=prompt_BT, prompt_length_B=lengths, options=options, output_BO=output
     )
     return cache_sizes, prompts
 

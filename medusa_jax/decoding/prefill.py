@@ -10,7 +10,13 @@ from medusa_jax.decoding.acceptance.targets import target_tokens
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.places import adjust, after_text
 from medusa_jax.decoding.sampling import Sampling
-from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh_state
+from medusa_jax.decoding.state import (
+    DecodeState,
+    Engine,
+    RowOptions,
+    empty_logprobs,
+    fresh_state,
+)
 from medusa_jax.decoding.step import checked, emit, write_tokens
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Committed
@@ -43,16 +49,13 @@ class PromptArrays(NamedTuple):
     Attributes:
       prompt_BT: token ids, right-padded; T is at most `PIECE` or a multiple of it.
       prompt_length_B: tokens of each prompt, at least 1.
-      limit_B: most tokens to emit, at least 1.
-      stop_BQW: token sequences that end a row, from `pack_stops`.
+      options: of each row; limits are at least 1.
       output_BO: zeros, with O >= max(limit) + L.
     """
 
     prompt_BT: jax.Array
     prompt_length_B: jax.Array
-    limit_B: jax.Array
-    stop_BQW: jax.Array
-    sampling: Sampling
+    options: RowOptions
     output_BO: jax.Array
 
 
@@ -151,14 +154,7 @@ def prefill(
     piece = min(T, PIECE)
     if T % piece:
         raise ValueError(f"{T} prompt tokens are not a multiple of a piece of {piece}")
-    state = fresh_state(
-        engine,
-        slots,
-        prompts.sampling,
-        prompts.output_BO,
-        prompts.limit_B,
-        prompts.stop_BQW,
-    )
+    state = fresh_state(engine, slots, prompts.options, prompts.output_BO)
     if state.text_BS is not None:
         state = state.replace(text_BS=state.text_BS.at[:, :T].set(prompt_BT))
     following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.decoding.generate import DecodeRequest, sampling_of
+from medusa_jax.decoding.generate import DecodeRequest, row_options
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.masks import NO_TOKEN
 from medusa_jax.decoding.penalties import Penalties
@@ -25,16 +25,16 @@ from medusa_jax.decoding.prefill import (
     read_piece,
     with_first_token,
 )
-from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import (
     PREDICTED,
     DecodeState,
     Engine,
+    RowOptions,
     empty_logprobs,
     fresh_state,
 )
 from medusa_jax.decoding.step import write_tokens
-from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
+from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import rewind_state
 from medusa_jax.sharding import Params, PyTree, pin_state
@@ -55,12 +55,11 @@ class Sizes:
 
 def idle_rows(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
     """A state of rows without text, all ended, with `slots` cache slots each."""
-    zero_B = jnp.zeros((rows,), jnp.int32)
-    sampling = sampling_of(DecodeRequest([[]] * rows, []), engine.llama.config.vocab_size)
+    request = DecodeRequest([[]] * rows, [0] * rows)
+    options = row_options(request, engine.llama.config.vocab_size, sizes.stops)
     tokens_BO = jnp.zeros((rows, sizes.outputs), jnp.int32)
-    stop_BQW = jnp.full((rows, *sizes.stops), NEVER, jnp.int32)
-    state = fresh_state(engine, slots, sampling, tokens_BO, zero_B, stop_BQW)
-    state = state.replace(status_B=zero_B + STOPPED)
+    state = fresh_state(engine, slots, options, tokens_BO)
+    state = state.replace(status_B=jnp.full_like(state.status_B, STOPPED))
     if engine.tree.copied_C.size:
         none_BP = jnp.full((rows, PREDICTED), NO_TOKEN, jnp.int32)
         state = state.replace(predicted_BP=none_BP)
@@ -97,26 +96,18 @@ def take_row(engine: Engine, state: PyTree, source: jax.Array) -> PyTree:
 
 
 @program(static_argnums=0)
-def begin_row(
-    engine: Engine,
-    row: DecodeState,
-    sampling: Sampling,
-    limit_B: jax.Array,
-    stop_BQW: jax.Array,
-) -> DecodeState:
+def begin_row(engine: Engine, row: DecodeState, options: RowOptions) -> DecodeState:
     """A state of one row to read a prompt in.
 
     Args:
       row: a copy of a row whose text shares the prompt's beginning, or of any row.
-      sampling, limit_B, stop_BQW: parameters of the new request, B = 1.
+      options: of the new request, B = 1.
     """
     row = row.replace(
-        sampling=sampling,
+        **options._asdict(),
         tokens_BO=jnp.zeros_like(row.tokens_BO),
         depth_BO=jnp.zeros_like(row.depth_BO),
         n_new_B=jnp.zeros_like(row.n_new_B),
-        limit_B=limit_B,
-        stop_BQW=stop_BQW,
         status_B=jnp.full_like(row.status_B, RUNNING),
         steps_B=jnp.zeros_like(row.steps_B),
         histogram_BL=jnp.zeros_like(row.histogram_BL),

@@ -1,6 +1,7 @@
 """The engine, which is fixed at compile time, and the state of the rows being decoded."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +98,14 @@ class Engine:
         return bool(self.no_repeat_ngram_size or self.tree.copied_C.size)
 
 
+class RowOptions(NamedTuple):
+    """What requests ask for, by row; as in `DecodeState`."""
+
+    sampling: Sampling
+    limit_B: jax.Array
+    stop_BQW: jax.Array
+
+
 class DecodeState(struct.PyTreeNode):
     """State of a batch being decoded; all arrays have static shapes.
 
@@ -158,18 +167,12 @@ class Progress(struct.PyTreeNode):
 
 
 def fresh_state(
-    engine: Engine,
-    slots: int,
-    sampling: Sampling,
-    tokens_BO: jax.Array,
-    limit_B: jax.Array,
-    stop_BQW: jax.Array,
+    engine: Engine, slots: int, options: RowOptions, tokens_BO: jax.Array
 ) -> DecodeState:
     """A state of running rows without text, with `slots` cache slots each.
 
     Args:
       tokens_BO: zeros, the room for new tokens.
-      sampling, limit_B, stop_BQW: as in `DecodeState`.
     """
     config, dtype, B = engine.llama.config, engine.llama.dtype, tokens_BO.shape[0]
     zero_B = jnp.zeros((B,), jnp.int32)
@@ -178,14 +181,12 @@ def fresh_state(
     if engine.keeps_text:
         text_BS = jnp.zeros((B, text_slots(engine, slots)), jnp.int32)
     return DecodeState(
+        **options._asdict(),
         cache=KVCache.zeros(*sizes, dtype),
         drafter=engine.drafter.start(B, slots, dtype),
-        sampling=sampling,
         tokens_BO=tokens_BO,
         depth_BO=tokens_BO.astype(jnp.int8),
         n_new_B=zero_B,
-        limit_B=limit_B,
-        stop_BQW=stop_BQW,
         length_B=zero_B,
         root_B=zero_B,
         status_B=zero_B + RUNNING,

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.api import Model, Options
-from medusa_jax.decoding.generate import power_of_two, sampling_of
+from medusa_jax.decoding.generate import power_of_two, row_options
 from medusa_jax.decoding.masks import words
 from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import Places, adjust
@@ -94,7 +94,7 @@ def scores_of(
     """Scores [P, V] that decide the token after prompt and new text, from P rows of logits."""
     text, (P, V) = [*prompt, *answer], logits_PV.shape
     row = model.request([prompt], [option], [request])
-    sampling = sampling_of(row, V)
+    sampling = row_options(row, V).sampling
     penalties = count(
         sampling.penalties, jnp.array([answer], jnp.int32), jnp.array([len(answer)])
     )

@@ -17,14 +17,14 @@ from medusa_jax.decoding.generate import (
     DecodeRequest,
     output_slots,
     power_of_two,
-    sampling_of,
+    row_options,
 )
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.masks import NO_TOKEN
 from medusa_jax.decoding.penalties import PenaltyOptions
 from medusa_jax.decoding.prefill import PromptPiece
 from medusa_jax.decoding.state import PREDICTED, DecodeState, Engine, Progress, progress_of
-from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED, pack_stops
+from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.serving.echo import LEAST_SLOTS, MOST_BEST, echo_of
 from medusa_jax.serving.extras import BatchExtras, parts_of
@@ -170,9 +170,7 @@ class Batch:
             row.replace(
                 logprobs=room.logprobs, predicted_BP=self._predicted(request, group)
             ),
-            sampling_of(request, self._vocab_size),
-            np.array(request.limits, np.int32),
-            pack_stops(request.stops or [()], STOPS),
+            row_options(request, self._vocab_size, STOPS),
         )
         # Drafters pair a position with the next token, so the last shared token is read again.
         position, n = max(0, reused - 1), len(request.prompts[0])

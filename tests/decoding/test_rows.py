@@ -63,14 +63,12 @@ def test_a_drafter_goes_on_from_where_texts_part():
     drafter = make_drafter(PromptLookupConfig(tokens=2), CONFIG)
     engine = Engine(llama, drafter, Tree.chain(2))
     variables = {"backbone": backbone, "heads": {}}
-    request, _ = loop.begin(engine, variables, loop.DecodeRequest([[0]], [9]))
+    options = loop.row_options(loop.DecodeRequest([[0]], [9]), CONFIG.vocab_size)
     state = rows.idle(engine, rows.Sizes(64, (1, 1)), 2, 32)
 
     def read(state, source, prompt, begin):
-        row = rows.begin_row(
-            engine, rows.take_row(engine, state, np.int32(source)), request.sampling,
-            request.limit_B, request.stop_BQW,
-        )  # fmt: skip
+        row = rows.take_row(engine, state, np.int32(source))
+        row = rows.begin_row(engine, row, options)
         tokens_1T = np.zeros((1, 17), np.int32)
         tokens_1T[0, : len(prompt) - begin] = prompt[begin:]
         places = np.array([begin], np.int32), np.array([len(prompt)], np.int32)
