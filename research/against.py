@@ -97,7 +97,10 @@ def run(flags: Flags) -> int:
             f"is {model.config.max_position}"
         )
     trees = [
-        (e.model, tree) for e in entrants if e.model.drafts for tree in e.trees.values()
+        (e.model, tree)
+        for e in entrants
+        if e.model.has_drafter
+        for tree in e.trees.values()
     ]
     contenders: list[Contender] = []
     for its_model, tree in [(model, Tree.none()), *trees]:

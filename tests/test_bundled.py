@@ -17,7 +17,7 @@ from medusa_jax import Options, UserError
 from medusa_jax.__main__ import main as run_command
 from medusa_jax.api import DEMO
 from medusa_jax.api.bundles import MODELS, bundled_heads
-from medusa_jax.api.drafts import open_drafts
+from medusa_jax.api.loaded_drafter import open_drafter
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.tree_fit import fastest
@@ -104,7 +104,7 @@ def test_heads_of_another_model_are_refused_before_they_are_read(
         load_heads(heads, config, make_mesh(), allow_other_base=allow)
     base = SimpleNamespace(config=config)
     with pytest.raises(UserError, match=said):
-        open_drafts(heads, base, None, None, make_mesh(), None if allow else "0" * 16)
+        open_drafter(heads, base, None, None, make_mesh(), None if allow else "0" * 16)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])

@@ -182,7 +182,7 @@ def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
     """As many tokens, of which one is another."""
     write_model(tmp_path)
     model = load(str(tmp_path), f"draft_model:{tmp_path}")
-    assert model.drafts and model.tree == model.drafter.default_tree
+    assert model.has_drafter and model.tree == model.drafter.default_tree
     file = tmp_path / "tokenizer.json"
     swapped = file.read_text().replace('"e":', '"#":').replace('"d":', '"e":')
     file.write_text(swapped.replace('"#":', '"d":'))

@@ -10,8 +10,8 @@ from os import PathLike, fspath
 from jax.sharding import Mesh
 
 from medusa_jax.api.bundles import default_drafter, find_model
-from medusa_jax.api.drafts import Drafts, find_drafter, open_drafts
 from medusa_jax.api.form import Form, choose_form, default_dtype
+from medusa_jax.api.loaded_drafter import LoadedDrafter, find_drafter, open_drafter
 from medusa_jax.api.model import Model
 from medusa_jax.api.prompts import read_arguments
 from medusa_jax.api.tree_choice import TreeChoice, step_mark
@@ -123,21 +123,21 @@ def load(
         between("context", context, 1, config.longest)
         config = replace(config, max_position=context)
     fingerprint = files.base.fingerprint()
-    drafts = open_drafts(
+    opened = open_drafter(
         source, files.base, files.tokenizer, form, devices,
         expected=None if allow_other_base else fingerprint,
     )  # fmt: skip
-    choice = choose_tree(tree, drafts, batch, form, devices)
+    choice = choose_tree(tree, opened, batch, form, devices)
     with ThreadPoolExecutor(1) as pool:
         backbone = pool.submit(read_backbone, files.base, form, devices)
         if not form.storage.panel:  # the processes of several hosts read in the same order
             backbone.result()
-        drafts = drafts.read(None if all_heads else choice.levels)
+        loaded = opened.read(None if all_heads else choice.levels)
     return Model(
         config,
-        {"backbone": backbone.result(), "heads": drafts.params},
+        {"backbone": backbone.result(), "heads": loaded.params},
         files.tokenizer,
-        drafts.drafter,
+        loaded.drafter,
         name=os.path.basename(os.path.abspath(model_path)) if model_path else "demo",
         dtype=form.dtype,
         mesh=devices,
@@ -152,8 +152,8 @@ def load(
         no_repeat_ngram_size=files.ngram_size(no_repeat_ngram_size),
         repetition_penalty=files.defaults.repetition_penalty,
         fingerprint=fingerprint,
-        read_wide=drafts.read_wide,
-        read_plain=drafts.read_plain,
+        read_wide=loaded.read_wide,
+        read_plain=loaded.read_plain,
     )
 
 
@@ -224,10 +224,10 @@ def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
 
 
 def choose_tree(
-    tree: str | Tree, drafts: Drafts, batch: int, form: Form, mesh: Mesh
+    tree: str | Tree, opened: LoadedDrafter, batch: int, form: Form, mesh: Mesh
 ) -> TreeChoice:
-    """The tree that `tree` names for these drafts; `batch` rows are decoded at a time."""
-    if not drafts.draft:
+    """The tree that `tree` names for this drafter; `batch` rows are decoded at a time."""
+    if not opened.can_draft:
         return TreeChoice(Tree.none() if tree == "auto" else tree)
-    mark = step_mark(drafts.drafter, form.dtype, mesh, form.storage, form.kernels)
-    return TreeChoice.of(tree, drafts.drafter, drafts.directory, batch, form.storage, mark)
+    mark = step_mark(opened.drafter, form.dtype, mesh, form.storage, form.kernels)
+    return TreeChoice.of(tree, opened.drafter, opened.directory, batch, form.storage, mark)

@@ -49,12 +49,11 @@ class LoadedModel:
       chooses: by default, steps choose among sizes of the tree, where the text cannot depend on it.
       eos_ids: tokens that end a text, unless a request names others.
       storage: the form that kernels are stored in.
-      kernels: the operations that differ by platform, by default the fastest for that form.
       calibrated: content of the tree file next to the heads, or None.
       no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing.
       repetition_penalty: of requests that name none.
       fingerprint: 16 hex digits that tell the backbone's weights from others'; "" if unknown.
-      read_plain: as `Drafts.read_plain`.
+      read_plain: as `LoadedDrafter.read_plain`.
       learned: {"heads": parameters to draft with instead of the loaded ones} (`learning/`), or {}.
     """
 
@@ -99,7 +98,7 @@ class LoadedModel:
             number = dtype if self.storage.panel else None
             kernels = choose_kernels(mesh, number, config.head_dim)
         self.llama = decoder(config, dtype, mesh, self.storage, kernels)
-        self.tree = drafter.default_tree if self.drafts else Tree.none()
+        self.tree = drafter.default_tree if self.has_drafter else Tree.none()
         self.tree = self.parse_tree(tree)
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self.repetition_penalty = repetition_penalty
@@ -118,7 +117,7 @@ class LoadedModel:
         )
 
     @property
-    def drafts(self) -> bool:
+    def has_drafter(self) -> bool:
         """Whether the model has heads, or a drafter that needs none."""
         return bool(self.variables["heads"]) or not self.drafter.trained
 
@@ -183,11 +182,11 @@ class LoadedModel:
             tree = self.tree
         elif isinstance(spec, Tree):
             tree = spec
-        elif not self.drafts and spec.isdecimal():
+        elif not self.has_drafter and spec.isdecimal():
             raise no_heads
         else:
             tree = parse_tree(spec, self.calibrated)
-        if tree.drafted.depth and not self.drafts:
+        if tree.drafted.depth and not self.has_drafter:
             raise no_heads
         self.drafter.check_tree(tree)
         size = self.drafter.heads.draft_vocab

@@ -279,7 +279,7 @@ class Model(LoadedModel):
             sampled = self._engine_for(rows, tree, "sampled")
             shapes = [self._shape(one, request) in self._warm for one in (engine, sampled)]
             engine = sampled if shapes == [False, True] else engine
-        if self.drafts and tree in (None, "auto"):
+        if self.has_drafter and tree in (None, "auto"):
             request.sizes = [one.n_nodes for one in engine.gated or (engine.tree,)]
         if request.guides is not None:
             from medusa_jax.decoding.constrained import with_runs
@@ -297,7 +297,7 @@ class Model(LoadedModel):
         """The engine for rows with these options; without a tree it may choose among sizes."""
         sampled = any(o.temperature > 0 for o in rows)
         logprobs = max((o.logprobs for o in rows if o.logprobs is not None), default=None)
-        if not self.drafts or tree not in (None, "auto"):
+        if not self.has_drafter or tree not in (None, "auto"):
             return self.engine(tree, acceptance, sampled, logprobs)
         engine = self.engine(self.tree_at(len(rows)), acceptance, sampled, logprobs)
         # Constraints need the host in every step.

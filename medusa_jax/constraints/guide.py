@@ -13,8 +13,6 @@ from medusa_jax.constraints.runs import DIGITS, QUOTE, Layout, forced
 from medusa_jax.errors import UserError
 
 T = TypeVar("T")
-# Every token is allowed.
-ALL = np.uint32(0xFFFFFFFF)
 # `LIMITS` bound the work for each mask. The last resort is CPU seconds of a mask that counts as slow, and of
 # all slow masks of a served request: far more than a usual mask's 50 us, so that speed does not decide.
 SLOW_MASK, SLOW_MASKS = 0.1, 10.0
@@ -217,7 +215,7 @@ class MatcherGuide:
                 if not into_MW[node, token >> 5] >> np.uint32(token & 31) & 1:
                     continue
                 if token in self._ends:
-                    into_MW[child] = ALL
+                    into_MW[child] = ~np.uint32(0)  # every token is allowed
                     continue
                 if self._consume(token) and self._mask(into_MW[child]):
                     visit(child, [*path, token])

@@ -194,7 +194,7 @@ def test_heads_come_with_the_weights(files, capsys):
     assert bundles.bundled_heads(files["Q8_0"]) == ["medusa"]
     for name, path in files.items():
         model, said = load(path), capsys.readouterr().err
-        assert model.drafts == (name != "other"), name
+        assert model.has_drafter == (name != "other"), name
         told = "trained on the Q8_0 file of Tiny" in said
         assert told == (name not in ("Q8_0", "other")), name
     with refused("no heads are bundled with the weights of"):

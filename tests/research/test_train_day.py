@@ -38,4 +38,4 @@ def test_minutes_become_heads_that_load(tmp_path):
     with tarfile.open(tmp_path / "out" / "demo_medusa.tgz") as packed:
         packed.extractall(tmp_path, filter="data")
     model = load(drafter=str(tmp_path / "demo_medusa"))
-    assert model.drafts and model.drafter.heads.n_heads == 4
+    assert model.has_drafter and model.drafter.heads.n_heads == 4

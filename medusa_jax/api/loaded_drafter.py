@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Drafts:
+class LoadedDrafter:
     """The drafter of a model, with its parameters if they have been read.
 
     Attributes:
@@ -51,17 +51,17 @@ class Drafts:
     read_plain: Callable[[], tuple[Params, Params, StoredHeads]] | None = None
 
     @property
-    def draft(self) -> bool:
+    def can_draft(self) -> bool:
         """False for plain decoding."""
         return bool(self.directory or self.params) or not self.drafter.trained
 
-    def read(self, n_heads: int | None) -> "Drafts":
-        """Return these drafts with parameters; only the first `n_heads` heads unless None."""
+    def read(self, n_heads: int | None) -> "LoadedDrafter":
+        """Return this drafter with parameters; only the first `n_heads` heads unless None."""
         return self
 
 
 @dataclass(frozen=True)
-class DraftHeads(Drafts):
+class LoadedHeads(LoadedDrafter):
     """Trained heads in files.
 
     Attributes:
@@ -74,7 +74,7 @@ class DraftHeads(Drafts):
     form: Form = field(kw_only=True)
     mesh: Mesh = field(kw_only=True)
 
-    def read(self, n_heads: int | None) -> Drafts:
+    def read(self, n_heads: int | None) -> LoadedDrafter:
         storage = self.form.storage
         heads, params = self._read(n_heads, storage.of_drafts)
         form = storage.of_deciding_drafts
@@ -87,7 +87,7 @@ class DraftHeads(Drafts):
             plain = Storage()
             return self._params(n_heads, plain), self._lm_head(plain), self.stored
 
-        return Drafts(drafter, params, self.directory, read_wide, read_plain)
+        return LoadedDrafter(drafter, params, self.directory, read_wide, read_plain)
 
     def _params(self, n_heads: int | None, form: Storage) -> Params:
         return self._read(n_heads, form)[1]
@@ -116,7 +116,7 @@ class DraftHeads(Drafts):
             n_heads,
             self.form.dtype.name,
             convert=partial(place_head, form=form, kernels=self.form.kernels),
-            allow_other_base=True,  # `open_drafts` has checked it
+            allow_other_base=True,  # `open_drafter` has checked it
         )
         if vocabulary.GROUP in params and self.stored.heads.lm_head == "shared":
             columns = self._lm_head(form)
@@ -155,14 +155,14 @@ def find_drafter(model: str | None, name: str) -> "Baseline | StoredHeads | None
     return find_heads(model, name)
 
 
-def open_drafts(
+def open_drafter(
     source: "Baseline | StoredHeads | None",
     base: BaseFiles,
     tokenizer: Tokenizer,
     form: Form,
     mesh: Mesh,
     expected: str | None,
-) -> Drafts:
+) -> LoadedDrafter:
     """Open the drafter of `source`.
 
     Args:
@@ -172,12 +172,14 @@ def open_drafts(
       UserError: the heads were made for another model.
     """
     if source is None:
-        return Drafts(make_drafter(HeadsConfig(n_heads=1, lm_head="shared"), base.config))
+        return LoadedDrafter(
+            make_drafter(HeadsConfig(n_heads=1, lm_head="shared"), base.config)
+        )
     if isinstance(source, StoredHeads):
         source = source.fitted(base)
         check_base(source, base.config, expected, allow_other=expected is None)
         drafter = make_drafter(source.heads, base.config)
-        return DraftHeads(
+        return LoadedHeads(
             drafter,
             directory=source.directory,
             stored=source,
@@ -190,4 +192,4 @@ def open_drafts(
     heads, params = load_baseline(
         source, tokenizer, form.dtype, mesh, form.storage, form.kernels
     )
-    return Drafts(make_drafter(heads, base.config), params)
+    return LoadedDrafter(make_drafter(heads, base.config), params)
