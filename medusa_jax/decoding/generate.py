@@ -1,7 +1,7 @@
 """The drivers of the decode step: prefill, then loops of steps until every row has ended.
 
-`generate` runs `decode_step` in `lax.while_loop` on the device; `stream` runs the same loop
-a few steps at a time and yields the new tokens, as `generate` does with a gated engine. The host never waits
+`finish` runs `decode_step` in `lax.while_loop` on the device; `stream` runs the same loop
+a few steps at a time and yields the new tokens, as `finish` does with a gated engine. The host never waits
 inside a loop: it dispatches the next loop before it reads the previous one's results.
 """
 
@@ -225,16 +225,6 @@ def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], Pr
     return cache_sizes, prompts
 
 
-def generate(engine: Engine, variables: Params, request: DecodeRequest) -> Progress:
-    """Decode every row to its end: one loop per cache size, all dispatched without waiting, or chunks if the engine is gated.
-
-    Requests with guides are `constrained.stream`'s, as the host takes part in every step.
-    """
-    assert request.guides is None, "constrained.stream decodes requests with guides"
-    state, cache_sizes = begin(engine, variables, request)
-    return finish(engine, variables, request, state, cache_sizes)
-
-
 def finish(
     engine: Engine,
     variables: Params,
@@ -242,7 +232,10 @@ def finish(
     state: DecodeState,
     cache_sizes: list[int],
 ) -> Progress:
-    """Decode a request that `begin` has prefilled to its end. Consumes the state."""
+    """Decode a request that `begin` has prefilled to its end. Consumes the state.
+
+    One loop per cache size, all dispatched without waiting, or chunks if the engine is gated.
+    """
     if engine.gated:  # its steps are timed
         begun = state, cache_sizes
         *_, progress = chunks(engine, variables, request, *begun, read_along=False)
@@ -380,7 +373,7 @@ def prepare(
 
 
 def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterator[None]:
-    """Compile what `generate` or `stream` will run for this request.
+    """Compile what `finish` or `stream` will run for this request.
 
     The programs of the prompt are ready at the first of two yields, those of the steps at the second. Where programs are
     not kept for later starts, this reads the prompts once and takes no decode step.

@@ -257,7 +257,7 @@ def test_a_row_does_not_depend_on_its_slot_or_its_batch_mates(acceptance):
     def texts(order, ids=None):
         picked = {name: [column[row] for row in order] for name, column in rows.items()}
         request = loop.DecodeRequest(**picked, ids=list(ids or order))
-        return texts_of(loop.generate(engine, variables, request))
+        return texts_of(decoded(engine, variables, request))
 
     together = texts([0, 1, 2])
     for order in ([2, 0, 1], [1, 1, 2]):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planted import check_counts, planted, planted_params, random_model, texts_of
+from planted import check_counts, decoded, planted, planted_params, random_model, texts_of
 from planted import plain_texts as plainly
 from tiny import tiny_arch
 
@@ -90,7 +90,7 @@ SEQUENCES = ((3, 4), (5, 2, 0), (1, 1), (0, 6))
 )
 def test_a_row_ends_at_its_stops_and_its_limit(sequences, limits, places):
     engine, variables = all_accepted()
-    progress = loop.generate(engine, variables, request_of(limits, sequences))
+    progress = decoded(engine, variables, request_of(limits, sequences))
     expected = [cut(t, sequences, limit) for t, limit in zip(plain_texts(), limits)]
     assert texts_of(progress) == [t for t, _ in expected]
     assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
@@ -102,7 +102,7 @@ def test_a_row_ends_at_its_stops_and_its_limit(sequences, limits, places):
 
 def test_whole_paths_are_accepted_when_every_draft_is_right():
     engine, variables = all_accepted()
-    progress = loop.generate(engine, variables, request_of([1 + 4 * 6] * ROWS))
+    progress = decoded(engine, variables, request_of([1 + 4 * 6] * ROWS))
     assert np.asarray(progress.steps_B).tolist() == [6] * ROWS
     assert np.asarray(progress.histogram_BL).tolist() == [[0, 0, 0, 6]] * ROWS
     assert np.asarray(progress.depth_BO)[0, :9].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
@@ -112,7 +112,7 @@ def test_whole_paths_are_accepted_when_every_draft_is_right():
 def test_stream_shows_a_growing_prefix_of_what_generate_gives(chunk):
     limits = [NEW - row for row in range(ROWS)]
     engine, variables = all_accepted()
-    whole = loop.generate(engine, variables, request_of(limits, [(5,)]))
+    whole = decoded(engine, variables, request_of(limits, [(5,)]))
     expected = texts_of(whole)
     shown = [[]] * ROWS
     chunks = loop.stream(engine, variables, request_of(limits, [(5,)]), chunk)
@@ -187,7 +187,7 @@ def test_the_cache_grows_under_the_text():
     engine = Engine(llama, planted(CONFIG), tree, "sampled")
     known = [p + t for p, t in zip(prompts, expected)]
     variables["heads"] = planted_params(known, VOCAB, 0, slots=512)
-    progress = loop.generate(engine, variables, request)
+    progress = decoded(engine, variables, request)
     assert texts_of(progress) == expected
     check_counts(progress)
     assert (np.asarray(progress.histogram_BL) > 10).all()
@@ -218,7 +218,7 @@ def test_warming_up_compiles_all():
         program.clear_cache()
     list(loop.warm_up(engine, variables, request))
     before = [program._cache_size() for program in programs]
-    progress = loop.generate(engine, variables, request)
+    progress = decoded(engine, variables, request)
     chunks = loop.stream(engine, variables, request)
     next(chunks)
     chunks.send(np.arange(ROWS) == 0)
@@ -233,7 +233,7 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     llama = llama.clone(dtype=np.dtype("float64"))  # a mark in the file's name
     engine = Engine(llama, no_drafter(CONFIG), Tree.none(), "greedy")
     variables, request = {"backbone": backbone, "heads": {}}, request_of([200] * 2)
-    plain = texts_of(loop.generate(engine, variables, request))
+    plain = texts_of(decoded(engine, variables, request))
     traced, ran = [], []
 
     def run_kept(program, args):
@@ -260,7 +260,7 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     stages = loop.warm_up(engine, variables, request)
     ready = [[k.run.done() for k in programs.executables.values()] for _ in stages]
     assert all(ready[1]) and set(ran) == {"row_keys"}  # no prompt was read
-    assert texts_of(loop.generate(engine, variables, request)) == plain
+    assert texts_of(decoded(engine, variables, request)) == plain
     assert (len(traced), loops) == (count, 2) and jax.config.jax_enable_compilation_cache
     [thread.join() for thread in threading.enumerate() if "_write" in thread.name]
     programs.executables.clear()  # a later start

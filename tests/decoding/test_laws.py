@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import thinned
 from laws import agrees, law_of, total_variation
-from planted import filtered_scores, sampling_of
+from planted import decoded, filtered_scores, sampling_of
 from scipy.special import softmax
 from tiny import decoder, forward_logits, random_params, tiny_arch
 
@@ -103,7 +103,7 @@ def draws(acceptance, setting, tree=TREE, batches=BATCHES, ids=(), baseline=None
         own = range(batch * ROWS, (batch + 1) * ROWS)
         fields["seed"] = [other.get("seed", seed) for seed in own]
         request = loop.DecodeRequest([PROMPT] * ROWS, [4] * ROWS, stops, **fields)
-        progress = loop.generate(engine, variables, request)
+        progress = decoded(engine, variables, request)
         tokens.append(np.asarray(progress.tokens_BO)[:, :3])
         histogram = histogram + np.asarray(progress.histogram_BL).sum(0)
     return np.concatenate(tokens), histogram / histogram.sum()

@@ -105,7 +105,7 @@ def test_other_rules_judge_by_penalised_logits(acceptance):
     request = loop.DecodeRequest(
         PROMPTS, [9] * 3, temperature=[1.0, 1.0, 2.0], penalties=asked
     )
-    progress = loop.generate(engine, variables, request)
+    progress = decoded(engine, variables, request)
     first, second, third = texts_of(progress)
     assert first == [7] * 9 and len(set(second)) == 9 and set(third) <= {V - 2, V - 1}
     # Drafts are ranked with the penalties of the root, so heads draft the forced token.

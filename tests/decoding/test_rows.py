@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from planted import planted, random_model, texts_of
+from planted import decoded, planted, random_model, texts_of
 from tiny import tiny_arch
 
 from medusa_jax.decoding import generate as loop
@@ -30,7 +30,7 @@ def test_rows_wait_for_their_turn_and_for_room():
     request = loop.DecodeRequest(
         [[1, 2, 3, 4, 5] * 24, [1, 2, 3]], [30, 20], temperature=[1.5, 1.5], seed=[1, 2]
     )
-    whole = loop.generate(engine, variables, request)
+    whole = decoded(engine, variables, request)
 
     def run_only(state, *wanted):
         steps, few = np.int32(loop.FOREVER), np.int32(0)

@@ -6,7 +6,7 @@ import family
 import pytest
 from cases import thinned, wide
 from children import devices, printed_by
-from planted import PROMPTS, drafted, plain_texts, random_model, texts_of
+from planted import PROMPTS, decoded, drafted, plain_texts, random_model, texts_of
 from shapes import SHAPES, tiny_shape
 from tiny import forward_logits, write_model
 
@@ -79,5 +79,5 @@ def test_every_shape_with_drafters(shape, name):
     stored = Backbone(Llama(config, llama.dtype), params)
     drafter, heads = family.drafter_of(family.small_heads(name, lm_head="own"), stored)
     engine = Engine(llama, drafter, DRAFTERS[name], "greedy")
-    progress = loop.generate(engine, {"backbone": prepared, "heads": heads}, REQUEST)
+    progress = decoded(engine, {"backbone": prepared, "heads": heads}, REQUEST)
     assert texts_of(progress) == plain

@@ -7,6 +7,7 @@ import family
 import jax
 import numpy as np
 import pytest
+from planted import decoded
 from tiny import decoder, random_params, tiny_arch
 from trees import random_tree
 
@@ -137,7 +138,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(acceptance, tree):
         temperature=None if acceptance == "greedy" else [1.0, 0.0, 0.7],
         seed=[3, 4, 5],
     )
-    progress = loop.generate(engine, variables, request)
+    progress = decoded(engine, variables, request)
     histogram = np.asarray(progress.histogram_BL)
     assert histogram[:, -1].tolist() == [8, 2, steps] and histogram[:, :-1].sum() == 0
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from cases import thinned
 from closeness import assert_close
-from planted import check_counts, random_model, texts_of
+from planted import check_counts, decoded, random_model, texts_of
 from planted import plain_texts as plainly
 from tiny import decoder, tiny_arch
 from trees import WILD
@@ -266,7 +266,7 @@ def engine_of(name, acceptance):
 def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
     engine, variables = engine_of(name, acceptance)
     request = request_of(acceptance)
-    progress = loop.generate(engine, variables, request)
+    progress = decoded(engine, variables, request)
     assert texts_of(progress) == plain_texts(acceptance)
     check_counts(progress)
     lengths = np.asarray(progress.histogram_BL).sum(0)
@@ -339,7 +339,7 @@ def test_plain_steps_of_a_gated_engine_are_read_later(name):
 
 def check_replay(engine, variables, request):
     """Replaying teacher-forced ranks gives the number of steps that decoding takes."""
-    progress = loop.generate(engine, variables, request)
+    progress = decoded(engine, variables, request)
     texts = [p + t for p, t in zip(PROMPTS, texts_of(progress))]
     tokens, lengths = np.zeros((3, 64), np.int32), np.array([len(t) for t in texts])
     for row, text in enumerate(texts):

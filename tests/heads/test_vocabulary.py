@@ -12,13 +12,12 @@ from cases import thinned, wide
 from closeness import assert_close
 from family import IDS
 from numpy_layers import numpy_norm
-from planted import check_counts, texts_of
+from planted import check_counts, decoded, texts_of
 from safetensors.numpy import load_file, save_file
 from test_contract import check_replay, plain_texts, request_of, seven
 from tiny import random_params, tiny_arch
 from trees import WILD
 
-from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.files.layouts import heads_io, own_heads
@@ -123,7 +122,7 @@ def engine_of(name, lm_head, acceptance, tied=False, n_gram=0):
 def test_the_text_is_that_of_plain_decoding(name, lm_head, acceptance, tied, n_gram):
     """Though three tokens of seven are never drafted; the heads are right often all the same."""
     engine, variables = engine_of(name, lm_head, acceptance, tied, n_gram)
-    progress = loop.generate(engine, variables, request_of(acceptance))
+    progress = decoded(engine, variables, request_of(acceptance))
     texts = plain_texts(acceptance, tied, n_gram)
     assert texts_of(progress) == texts
     check_counts(progress)

@@ -118,7 +118,8 @@ def decode_traced(engine: Engine, variables, state, tree: TreeArrays) -> Progres
 def decoded(engine, variables, request) -> Progress:
     """The progress at the end of a request, with guides or without."""
     if request.guides is None:
-        return loop.generate(engine, variables, request)
+        begun = loop.begin(engine, variables, request)
+        return loop.finish(engine, variables, request, *begun)
     *_, progress = constrained.stream(engine, variables, request)
     return progress
 
