@@ -181,8 +181,7 @@ def test_stop_strings_cut_the_text_even_across_tokens(model, monkeypatch, chunk_
     A row without a stop string goes on.
     """
     if chunk_steps:
-        by_step = partial(loop.stream, chunk_steps=chunk_steps)
-        monkeypatch.setattr(loop, "stream", by_step)
+        monkeypatch.setattr(loop, "CHUNK_STEPS", (chunk_steps, chunk_steps))
     free = Options(max_new_tokens=NEW, temperature=1.2, seed=2)
     [whole] = model.generate([PROMPTS[2]], free)
     pieces = [model.tokenizer.decode([i]) for i in whole.token_ids]

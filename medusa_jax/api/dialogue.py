@@ -50,10 +50,9 @@ class Dialogue:
     ) -> tuple[DecodeState, list[int]]:
         """Read a prompt from where it differs from the last text; returns the state and cache size."""
         _, prompts = loop.prompt_arrays(engine, request)
-        lengths_B = prompts.prompt_length_B
         _, Q, W = prompts.options.stop_BQW.shape
         sizes = rows.Sizes(prompts.output_BO.shape[1], (Q, W))
-        n, reader = int(lengths_B[0]), engine.depth_only
+        n, reader = len(request.prompts[0]), engine.depth_only
         length = n + int(prompts.options.limit_B[0]) + engine.n_rows
         slots = loop.power_of_two(length, max(LEAST_SLOTS, LARGE))
         prompt = np.array([*request.prompts[0]], np.int32)
@@ -72,13 +71,7 @@ class Dialogue:
         while at < n:
             T = SMALL if n - at <= 4 * SMALL else LARGE
             begin = min(at, slots - T)
-            tokens_BT: Any = np.zeros((1, T + 1), np.int32)
-            ids = prompt[begin : begin + T + 1]
-            tokens_BT[0, : len(ids)] = ids
-            begin_B: Any = np.array([begin], np.int32)
-            piece = prefill.PromptPiece(
-                tokens_BT[:, :-1], tokens_BT[:, 1:], begin_B, lengths_B
-            )
+            piece = prefill.PromptPiece.of(prompt, begin, T)
             row = rows.read_row(reader, variables, row, piece)
             at = begin + T
         self._row_key, self._prompt = (engine, sizes), request.prompts[0]

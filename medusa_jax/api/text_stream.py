@@ -185,9 +185,9 @@ def stream_rows(
 
     reported: set[int] = set()
     waited = 0.0
+    begin = row_cache.begin if row_cache else loop.begin
+    begun = begin(engine, variables, request)
     if request.guides is None:
-        begin = row_cache.begin if row_cache else loop.begin
-        begun = begin(engine, variables, request)
         if steps_pending:
             progress = loop.copied_progress(engine.depth_only, begun[0])
             pieces = texts.take(progress)
@@ -196,11 +196,11 @@ def stream_rows(
             before = compiling.seconds
             compiling.steps()
             waited = compiling.seconds - before
-        chunks = loop.chunks(engine, variables, request, *begun, row_cache=row_cache)
+        chunks = loop.stream(engine, variables, request, *begun, row_cache)
     else:
         from medusa_jax.decoding import constrained  # here: few requests have constraints
 
-        chunks = constrained.stream(engine, variables, request, row_cache)
+        chunks = constrained.stream(engine, variables, request, *begun, row_cache)
     progress = next(chunks)
     while True:
         pieces = texts.take(progress)

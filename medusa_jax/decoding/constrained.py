@@ -166,6 +166,8 @@ def stream(
     engine: Engine,
     variables: Params,
     request: DecodeRequest,
+    state: DecodeState,
+    cache_sizes: list[int],
     row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode like `generate.stream`, for requests with guides.
@@ -175,11 +177,12 @@ def stream(
     """
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
     if not calls_host(engine):
-        yield from stream_steps(engine, variables, request, guides, row_cache)
+        yield from stream_steps(engine, variables, state, cache_sizes, guides, row_cache)
         return
     with HostFunction(partial(answer, engine, guides)) as host:
         request = replace(request, host=host)
-        yield from generate.stream(engine, variables, request, row_cache=row_cache)
+        begun = generate.with_request(engine, state, request), cache_sizes
+        yield from generate.stream(engine, variables, request, *begun, row_cache)
 
 
 def calls_host(engine: Engine) -> bool:
@@ -206,15 +209,13 @@ def answer(engine: Engine, guides: Mapping[int, Guide], *arrays: np.ndarray) -> 
 def stream_steps(
     engine: Engine,
     variables: Params,
-    request: DecodeRequest,
+    state: DecodeState,
+    cache_sizes: list[int],
     guides: Mapping[int, Guide],
     row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode one step at a time. The caller reads a step's text while the device runs the next step."""
-    state, cache_sizes = (row_cache.begin if row_cache else begin)(
-        engine, variables, request
-    )
-    ended_B = np.zeros(len(request.prompts), bool)
+    ended_B = np.zeros(len(state.root_B), bool)
     size = 0
     inputs = host_inputs(engine, variables, state)
     while True:

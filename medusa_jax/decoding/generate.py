@@ -238,7 +238,7 @@ def finish(
     """
     if engine.gated:  # its steps are timed
         begun = state, cache_sizes
-        *_, progress = chunks(engine, variables, request, *begun, read_along=False)
+        *_, progress = stream(engine, variables, request, *begun, read_along=False)
         return progress
     for slots in cache_sizes:
         if slots > cache_sizes[0]:
@@ -251,52 +251,28 @@ def stream(
     engine: Engine,
     variables: Params,
     request: DecodeRequest,
-    chunk_steps: int | None = None,
-    row_cache: RowCache | None = None,
-) -> Generator[Progress, np.ndarray | None]:
-    """Decode in chunks, yielding the progress after prefill and after each chunk.
-
-    The next chunk is dispatched before the last one is read. A chunk that fills the cache ends early;
-    the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
-    take no step after the chunk that is already dispatched.
-
-    Args:
-      chunk_steps: steps of a chunk; by default more while they take less than `PACE`.
-      row_cache: receives the state after each chunk.
-    """
-    assert request.guides is None or request.host, (
-        "`constrained.stream` decodes with guides"
-    )
-    state, cache_sizes = (row_cache.begin if row_cache else begin)(
-        engine, variables, request
-    )
-    yield from chunks(
-        engine, variables, request, state, cache_sizes, chunk_steps, row_cache
-    )
-
-
-def chunks(
-    engine: Engine,
-    variables: Params,
-    request: DecodeRequest,
     state: DecodeState,
     cache_sizes: list[int],
-    chunk_steps: int | None = None,
     row_cache: RowCache | None = None,
     *,
     read_along: bool = True,
 ) -> Generator[Progress, np.ndarray | None]:
-    """Stream a request that `begin` has prefilled. Consumes the state.
+    """Decode a request that `begin` has prefilled in chunks, yielding the progress before and after each chunk.
+
+    Consumes the state. The next chunk is dispatched before the last one is read. A chunk that fills the cache ends
+    early; the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they take no
+    step after the chunk that is already dispatched.
 
     Args:
+      row_cache: receives the state after each chunk.
       read_along: the caller shows text as it grows; if not, chunks are longer.
     """
+    assert request.guides is None or request.host, "`constrained.stream` has guides"
     progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
     (least, most), pace = (CHUNK_STEPS, PACE) if read_along else (UNREAD_STEPS, 1.0)
-    size, steps, ready = 0, chunk_steps or least, 0.0
-    # Several processes have to agree.
-    may_grow = chunk_steps is None and jax.process_count() == 1
+    size, steps, ready = 0, least, 0.0
+    may_grow = jax.process_count() == 1  # several have to agree
     clock = None
     if request.costs and may_grow:
         clock = ChunkClock(request.costs, len(request.prompts), engine.gated)

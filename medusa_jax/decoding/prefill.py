@@ -1,9 +1,11 @@
 """Prefill: read prompts piece by piece."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.acceptance.targets import target_tokens
@@ -73,6 +75,15 @@ class PromptPiece(NamedTuple):
     next_BT: jax.Array
     begin_B: jax.Array
     length_B: jax.Array
+
+    @classmethod
+    def of(cls, prompt: Sequence[int] | np.ndarray, begin: int, size: int) -> "PromptPiece":
+        """The tokens of one prompt from index `begin` on, in NumPy's arrays."""
+        ids = prompt[begin : begin + size + 1]
+        tokens_1T: Any = np.zeros((1, size + 1), np.int32)
+        tokens_1T[0, : len(ids)] = ids
+        begin_1, length_1 = np.array([[begin], [len(prompt)]], np.int32)
+        return cls(tokens_1T[:, :-1], tokens_1T[:, 1:], begin_1, length_1)
 
 
 def prefill_start(engine: Engine, state: DecodeState) -> PrefillState:

@@ -209,12 +209,7 @@ class Batch:
         n, T = len(reading.prompt), self.next_tokens(reading)
         row = self._resized(reading.row, self.slots)
         begin = min(reading.position, self.slots - T)
-        tokens: Any = np.zeros(T + 1, np.int32)
-        text = reading.prompt[begin : begin + T + 1]
-        tokens[: len(text)] = text
-        begin_B: Any = np.array([begin], np.int32)
-        length_B: Any = np.array([n], np.int32)
-        piece = PromptPiece(tokens[None, :-1], tokens[None, 1:], begin_B, length_B)
+        piece = PromptPiece.of(reading.prompt, begin, T)
         n_best = self._with_logprobs.logprobs
         engine = replace(self._engine_of(reading.group), logprobs=n_best)
         variables = self._variables_by(engine.acceptance)

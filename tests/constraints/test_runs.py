@@ -11,7 +11,7 @@ import pytest
 import tiny
 from cases import wide
 from guides import EOS, Rule, V
-from planted import decoded, fresh_medusa, texts_of
+from planted import decoded, fresh_medusa, streamed, texts_of
 from served import load_model
 from tiny import tiny_arch
 
@@ -119,9 +119,9 @@ called = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 
 @called
 def test_a_loop_calls_the_host_and_gives_the_text_of_single_steps(monkeypatch):
-    chunks = [*constrained.stream(*request_of(Rule(1)))]
+    chunks = [*streamed(*request_of(Rule(1)))]
     monkeypatch.setattr(constrained, "calls_host", lambda engine: False)
-    steps = [*constrained.stream(*request_of(Rule(1)))]
+    steps = [*streamed(*request_of(Rule(1)))]
     assert texts_of(chunks[-1]) == texts_of(steps[-1])
     assert len(chunks) < len(steps) / 4
 
@@ -135,7 +135,7 @@ def test_a_failure_of_the_host_ends_the_loop_and_is_raised():
                 raise UserError("too costly")
 
     with pytest.raises(UserError, match="too costly"):
-        [*constrained.stream(*request_of(Costly(1)))]
+        [*streamed(*request_of(Costly(1)))]
     assert not HostFunction.opened
 
 
@@ -145,8 +145,8 @@ def test_a_closed_stream_lets_its_loop_end():
     guide, go_on = Rule(1), threading.Event()
     guide.fill = lambda into_W: go_on.wait(60) and Rule.fill(guide, into_W)
     engine, variables, request = request_of(guide)
-    dialogue = SimpleNamespace(begin=loop.begin, state=None)
-    chunks = constrained.stream(engine, variables, request, dialogue)
+    dialogue, begun = SimpleNamespace(state=None), loop.begin(engine, variables, request)
+    chunks = constrained.stream(engine, variables, request, *begun, dialogue)
     next(chunks)
     chunks.close()
     go_on.set()
@@ -162,7 +162,7 @@ from test_runs import *
 jax.config.update("jax_enable_x64", True)
 guide = Rule(1)
 guide.fill = lambda into_W: time.sleep(0.3) or Rule.fill(guide, into_W)
-chunks = constrained.stream(*request_of(guide))
+chunks = streamed(*request_of(guide))
 next(chunks)
 print("ends")
 """

@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planted import check_counts, decoded, planted, planted_params, random_model, texts_of
+from planted import (
+    check_counts,
+    decoded,
+    planted,
+    planted_params,
+    random_model,
+    streamed,
+    texts_of,
+)
 from planted import plain_texts as plainly
 from tiny import tiny_arch
 
@@ -115,7 +123,7 @@ def test_stream_shows_a_growing_prefix_of_what_generate_gives(chunk):
     whole = decoded(engine, variables, request_of(limits, [(5,)]))
     expected = texts_of(whole)
     shown = [[]] * ROWS
-    chunks = loop.stream(engine, variables, request_of(limits, [(5,)]), chunk)
+    chunks = streamed(engine, variables, request_of(limits, [(5,)]), chunk)
     for n, progress in enumerate(chunks):
         now = texts_of(progress)
         for before, after, final in zip(shown, now, expected):
@@ -133,7 +141,7 @@ def test_rows_ended_by_the_caller_stop_and_do_not_disturb_the_others():
     """What a stop string does: the row takes no step beyond the chunk under way."""
     engine, variables = all_accepted()
     expected = plain_texts()
-    chunks = loop.stream(engine, variables, request_of([NEW] * ROWS), chunk_steps=1)
+    chunks = streamed(engine, variables, request_of([NEW] * ROWS), 1)
     seen = [next(chunks)]
     wanted = np.arange(ROWS) % 2 == 0
     with pytest.raises(StopIteration):
@@ -146,7 +154,7 @@ def test_rows_ended_by_the_caller_stop_and_do_not_disturb_the_others():
     for row in range(ROWS):
         assert last[row] == expected[row][: 13 if wanted[row] else NEW]
     assert (np.asarray(seen[-1].status_B)[wanted] == STOPPED).all()
-    chunks = loop.stream(engine, variables, request_of([NEW] * ROWS), chunk_steps=1)
+    chunks = streamed(engine, variables, request_of([NEW] * ROWS), 1)
     next(chunks)
     with pytest.raises(StopIteration):  # all of them
         chunks.send(np.ones(ROWS, bool))
@@ -163,7 +171,7 @@ def test_the_next_chunk_is_under_way_before_the_last_is_looked_at(monkeypatch):
         return true(*args)
 
     monkeypatch.setattr(loop, "decode_loop", sent)
-    for _ in loop.stream(engine, variables, request_of([NEW] * ROWS), chunk_steps=2):
+    for _ in streamed(engine, variables, request_of([NEW] * ROWS), 2):
         events.append("looked at")
     assert events == ["sent", "looked at"] * 5
 
@@ -191,9 +199,9 @@ def test_the_cache_grows_under_the_text():
     assert texts_of(progress) == expected
     check_counts(progress)
     assert (np.asarray(progress.histogram_BL) > 10).all()
-    *_, streamed = loop.stream(engine, variables, request, chunk_steps=16)
-    assert texts_of(streamed) == expected
-    np.testing.assert_array_equal(streamed.histogram_BL, progress.histogram_BL)
+    *_, last = streamed(engine, variables, request, 16)
+    assert texts_of(last) == expected
+    np.testing.assert_array_equal(last.histogram_BL, progress.histogram_BL)
 
 
 def test_the_state_is_donated_and_the_progress_is_not():
@@ -219,7 +227,7 @@ def test_warming_up_compiles_all():
     list(loop.warm_up(engine, variables, request))
     before = [program._cache_size() for program in programs]
     progress = decoded(engine, variables, request)
-    chunks = loop.stream(engine, variables, request)
+    chunks = streamed(engine, variables, request)
     next(chunks)
     chunks.send(np.arange(ROWS) == 0)
     list(chunks)

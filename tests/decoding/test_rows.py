@@ -69,11 +69,7 @@ def test_a_drafter_goes_on_from_where_texts_part():
     def read(state, source, prompt, begin):
         row = rows.take_row(engine, state, np.int32(source))
         row = rows.begin_row(engine, row, options)
-        tokens_1T = np.zeros((1, 17), np.int32)
-        tokens_1T[0, : len(prompt) - begin] = prompt[begin:]
-        places = np.array([begin], np.int32), np.array([len(prompt)], np.int32)
-        piece = PromptPiece(tokens_1T[:, :-1], tokens_1T[:, 1:], *places)
-        return rows.read_row(engine, variables, row, piece)
+        return rows.read_row(engine, variables, row, PromptPiece.of(prompt, begin, 16))
 
     first, second = [1, 2, 3, 4, 5, 6, 1, 2], [1, 2, 3, 4, 1, 1]
     fresh = read(state, 0, second, 0)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from cases import thinned
 from closeness import assert_close
-from planted import check_counts, decoded, random_model, texts_of
+from planted import check_counts, decoded, random_model, streamed, texts_of
 from planted import plain_texts as plainly
 from tiny import decoder, tiny_arch
 from trees import WILD
@@ -274,8 +274,8 @@ def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
         assert lengths[0] > 0 and lengths[1:].sum() > 0
     elif name in DRAFTERS:  # another package's random heads may never be right by chance
         assert (lengths[:3] > 0).all()
-    *_, streamed = loop.stream(engine, variables, request, chunk_steps=3)
-    assert texts_of(streamed) == plain_texts(acceptance)
+    *_, last = streamed(engine, variables, request, 3)
+    assert texts_of(last) == plain_texts(acceptance)
 
 
 def prefilled(engine, variables, monkeypatch, piece):

@@ -8,6 +8,7 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny import decoder, random_params
 from trees import TreeArrays
 
@@ -115,12 +116,21 @@ def decode_traced(engine: Engine, variables, state, tree: TreeArrays) -> Progres
     return progress_of(jax.lax.while_loop(running, step, state))
 
 
+def streamed(engine, variables, request, steps=None):
+    """The progress of a request with guides or without, in chunks of so many steps if given."""
+    parts = engine, variables, request, *loop.begin(engine, variables, request)
+    with pytest.MonkeyPatch.context() as patch:
+        if steps:
+            patch.setattr(loop, "CHUNK_STEPS", (steps, steps))
+        yield from (constrained if request.guides else loop).stream(*parts)
+
+
 def decoded(engine, variables, request) -> Progress:
     """The progress at the end of a request, with guides or without."""
     if request.guides is None:
         begun = loop.begin(engine, variables, request)
         return loop.finish(engine, variables, request, *begun)
-    *_, progress = constrained.stream(engine, variables, request)
+    *_, progress = streamed(engine, variables, request)
     return progress
 
 
