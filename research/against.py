@@ -96,12 +96,8 @@ def run(flags: Flags) -> int:
             f"the longest prompt and --max_new_tokens are {context} tokens, the model's context "
             f"is {model.config.max_position}"
         )
-    trees = [
-        (e.model, tree)
-        for e in entrants
-        if e.model.has_drafter
-        for tree in e.trees.values()
-    ]
+    drafting = [e for e in entrants if e.model.has_drafter]
+    trees = [(e.model, tree) for e in drafting for tree in e.trees.values()]
     contenders: list[Contender] = []
     for its_model, tree in [(model, Tree.none()), *trees]:
         drafts = (

@@ -19,7 +19,6 @@ from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.text.chat import Message
-from medusa_jax.text.fill import Gap
 from medusa_jax.tree.tree import Tree
 from medusa_jax.typed import known_arguments, read
 
@@ -238,6 +237,8 @@ class Model(LoadedModel):
         Example:
           print(model.complete("def add(a, b):\n    return ", "\n").text)
         """
+        from medusa_jax.text.fill import Gap  # here: few requests have gaps
+
         gap = Gap(read("prefix", prefix, str), read("suffix", suffix, str))
         prompt, options = middle(self.tokenizer, self.eos_ids, gap, options)
         return self.generate([prompt], options, tree=tree, acceptance=acceptance)[0]
@@ -320,11 +321,7 @@ def generate(
 
     Args:
       model: from `load`.
-      prompts: texts or lists of token ids; rows may differ in length.
-      options: one for all, or one per prompt.
-      tree: the draft tree, or its name as for `--tree`; "none" is plain decoding, and by
-        default it is the model's choice for this number of prompts (`Model.tree_at`).
-      acceptance: "auto", "greedy", "sampled", "rejection" or "typical"; "auto" is lossless.
+      prompts, options, tree, acceptance: as for `Model.generate`.
 
     Returns: one result per prompt, in order.
 

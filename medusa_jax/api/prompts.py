@@ -11,12 +11,12 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.text.chat import Message, encode_prompt, stop_ids
-from medusa_jax.text.fill import Gap, fill_of
 from medusa_jax.text.tokenizer import Tokenizer, TurnPrompt
 from medusa_jax.typed import WRONG, as_type, read
 
 if TYPE_CHECKING:
     from medusa_jax.constraints.host_work import Guide
+    from medusa_jax.text.fill import Gap
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -112,13 +112,15 @@ def ending_turns(
 
 
 def middle(
-    tokenizer: Tokenizer, eos_ids: Sequence[int], gap: Gap, options: Options
+    tokenizer: Tokenizer, eos_ids: Sequence[int], gap: "Gap", options: Options
 ) -> tuple[list[int], Options]:
     """Token ids of a prompt to fill a gap, and options for its text.
 
     Raises:
       UserError: the tokenizer has no tokens for it.
     """
+    from medusa_jax.text.fill import fill_of  # here: few requests have gaps
+
     return fill_of(tokenizer).prompt(gap), ending_middles(tokenizer, eos_ids, options)
 
 
@@ -128,6 +130,8 @@ def ending_middles(
     """Options whose text ends at the end of a middle, unless they name EOS ids."""
     if options.eos_ids is not None:
         return options
+    from medusa_jax.text.fill import fill_of
+
     ends = {*eos_ids, *fill_of(tokenizer).ends}
     return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
 

@@ -241,18 +241,6 @@ NO_SCORES = (
 )
 
 
-def finish_reason(status: int, limit: int, options: Options) -> str:
-    """Why a text ended, as in `Result`.
-
-    Args:
-      status: of its row; STOPPED at a stop string, too.
-      limit: most tokens that the row might have.
-    """
-    if reason := ENDS.get(status):
-        return reason
-    return "context" if limit < options.max_new_tokens else "length"
-
-
 def results_of(
     tokenizer: Tokenizer,
     rows: Sequence[Options],
@@ -270,13 +258,15 @@ def results_of(
     size = int(np.argmax(progress.gate.steps_N)) if progress.gate is not None else 0
     for row, options in enumerate(rows):
         ids = tokens[row, : counts[row]].tolist()
-        reason = finish_reason(int(status[row]), request.limits[row], options)
+        is_full = request.limits[row] < options.max_new_tokens
         results.append(
             Result(
                 text=tokenizer.decode_after(request.prompts[row], ids),
                 token_ids=ids,
                 draft_depths=depths[row, : counts[row]].tolist(),
-                finish_reason=reason,
+                finish_reason=ENDS.get(
+                    int(status[row]), "context" if is_full else "length"
+                ),
                 prompt_tokens=len(request.prompts[row]),
                 steps=int(steps[row]),
                 acceptance_histogram=histogram[row].tolist(),

@@ -20,7 +20,6 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.programs import use_compilation_cache
 from medusa_jax.text.chat import encode_prompt, is_chat_directory, is_chat_model
-from medusa_jax.text.fill import Gap
 from medusa_jax.text.tokenizer import Tokenizer
 
 # Fewer tokens a step mean that drafts have hardly helped a text.
@@ -89,7 +88,7 @@ def read_job(flags: Flags) -> DecodeJob:
     prompts, options = read_requests(flags)
     refuse_conflicts(flags, options)
     model = load(flags, n_requests=len(options))
-    is_gap = isinstance(prompts[0], Gap)
+    is_gap = flags.prefix_file is not None
     template = None if is_gap else chosen_template(flags, model.tokenizer)
     if is_gap:
         ids, option = middle(model.tokenizer, model.eos_ids, prompts[0], options[0])

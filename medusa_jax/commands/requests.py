@@ -10,7 +10,6 @@ from medusa_jax.commands.decode_flags import NOTHING_ASKED, Flags
 from medusa_jax.errors import UserError
 from medusa_jax.files.generation import text_defaults
 from medusa_jax.files.names import named_model
-from medusa_jax.text.fill import Gap
 from medusa_jax.whole_files import Json, read_text
 
 
@@ -46,6 +45,8 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
 
         return read_file(flags.prompts_file, options)
     if flags.prefix_file is not None:
+        from medusa_jax.text.fill import Gap
+
         suffix = "" if flags.suffix_file is None else read_text(flags.suffix_file)
         return [Gap(read_text(flags.prefix_file), suffix)], [options]
     if flags.prompt == "-":  # without a byte order mark

@@ -205,7 +205,6 @@ def row_options(
 def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], PromptArrays]:
     """Successive cache sizes of a request, and its arrays for `prefill` with the first size."""
     B = len(request.prompts)
-    # NumPy's arrays, which `prefill` puts onto the device.
     lengths: Any = np.array([len(p) for p in request.prompts], np.int32)
     options = row_options(request, engine.llama.config.vocab_size)
     limits: Any = options.limit_B

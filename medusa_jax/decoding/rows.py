@@ -103,15 +103,9 @@ def begin_row(engine: Engine, row: DecodeState, options: RowOptions) -> DecodeSt
       row: a copy of a row whose text shares the prompt's beginning, or of any row.
       options: of the new request, B = 1.
     """
-    row = row.replace(
-        **options._asdict(),
-        tokens_BO=jnp.zeros_like(row.tokens_BO),
-        depth_BO=jnp.zeros_like(row.depth_BO),
-        n_new_B=jnp.zeros_like(row.n_new_B),
-        status_B=jnp.full_like(row.status_B, RUNNING),
-        steps_B=jnp.zeros_like(row.steps_B),
-        histogram_BL=jnp.zeros_like(row.histogram_BL),
-    )
+    fresh = fresh_state(engine, row.cache.slots, options, jnp.zeros_like(row.tokens_BO))
+    kept = "cache", "drafter", "length_B", "root_B", "text_BS", "predicted_BP", "logprobs"
+    row = fresh.replace(**{name: getattr(row, name) for name in kept})
     return pin_state(engine.llama.mesh, row)
 
 

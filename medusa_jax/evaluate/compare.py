@@ -65,12 +65,9 @@ def compare(
     tree: str | Tree | None = None,
     acceptance: str = "auto",
 ) -> list[Comparison]:
-    """Decode with drafts and without, `repeats` interleaved runs of each.
+    """Decode with drafts and without, `repeats` interleaved runs of each; `ids` as for `Model.generate`.
 
     With a lossy acceptance rule the autoregressive runs use plain sampling (or greedy decoding).
-
-    Args:
-      ids: as for `Model.generate`.
     """
     rows = list(options) if isinstance(options, Sequence) else [options] * len(prompts)
     sides = [

@@ -29,8 +29,7 @@ class CpuKernels(Kernels):
     thresholds_at_once: ClassVar[int] = 1
     # Filters and noise of a large vocabulary take a fifth of a step with four nodes.
     path_only: ClassVar[bool] = True
-    # Their arithmetic outweighs reading the weights. Programs for larger pieces take more memory: 100 MB for 256 tokens
-    # and 30 layers.
+    # Arithmetic outweighs reading the weights; larger pieces take memory: 100 MB for 256 tokens and 30 layers.
     prompt_piece: ClassVar[int] = 128
     largest_tree: ClassVar[int] = 16
 

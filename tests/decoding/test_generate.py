@@ -163,8 +163,7 @@ def test_rows_ended_by_the_caller_stop_and_do_not_disturb_the_others():
 def test_the_next_chunk_is_under_way_before_the_last_is_looked_at(monkeypatch):
     """Host work between chunks (stop strings, printing) keeps no row waiting."""
     engine, variables = all_accepted()
-    events = []
-    true = decode_loop
+    events, true = [], decode_loop
 
     def sent(*args):
         events.append("sent")
