@@ -174,14 +174,13 @@ def test_a_model_without_a_template_does_not_chat(model):
     assert model.chat("in", Options(max_new_tokens=3), template="zephyr").new_tokens == 3
 
 
-@pytest.mark.parametrize("chunk_steps", [None, 1])
+@pytest.mark.parametrize("chunk_steps", [(8, 32), (1, 1)])
 def test_stop_strings_cut_the_text_even_across_tokens(model, monkeypatch, chunk_steps):
     """Those that begin inside a token and end in a later one, in another step, in another chunk.
 
     A row without a stop string goes on.
     """
-    if chunk_steps:
-        monkeypatch.setattr(loop, "CHUNK_STEPS", (chunk_steps, chunk_steps))
+    monkeypatch.setattr(loop, "CHUNK_STEPS", chunk_steps)
     free = Options(max_new_tokens=NEW, temperature=1.2, seed=2)
     [whole] = model.generate([PROMPTS[2]], free)
     pieces = [model.tokenizer.decode([i]) for i in whole.token_ids]

@@ -169,7 +169,6 @@ NULL = '{"type": "null"}'
         ("--constraint grammar:{file}", {"constraint": {"grammar": NULL}}),
         ("--logit_bias 15=-100,7=2.5,", {"logit_bias": {7: 2.5, 15: -100}}),
         ("--repetition_penalty 1.2", {"repetition_penalty": 1.2}),
-        ("--logprobs 2", {"logprobs": 2}),
         ("--stop_sequence 4,5 --stop_sequence 0,0", {"stop_sequences": ((4, 5), (0, 0))}),
         ("--eos_ids 3,", {"eos_ids": (3,)}),
         ("--eos_ids none", {"eos_ids": ()}),

@@ -198,11 +198,8 @@ def test_texts_that_depend_on_the_drafts(model, rule):
     """Are those of a solo run with the same tree, whatever rule a row was used with before."""
     scheduler = scheduler_of(model, {1: TREE})
     start = "the cat and in the hat"
-    asked = [
-        Request(start, options(30)),
-        Request(start, options(30, 0.9, seed=3, epsilon=0.4, delta=0.7), 5, True, rule),
-    ]
-    for request in asked:
+    drawn = options(30, 0.9, seed=3, epsilon=0.4, delta=0.7)
+    for request in Request(start, options(30)), Request(start, drawn, 5, True, rule):
         [client] = run(scheduler, {0: [request]}, model)
         rules = "auto" if request.acceptance == "auto" else rule
         solo = [request.prompt], [request.options], [request.id]
