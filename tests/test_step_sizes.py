@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from cases import wide
 from tiny import write_model
 
 import medusa_jax
@@ -19,6 +20,7 @@ from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.generate import begin
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
+from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.stored import Storage
 
 GROWTH = [[-1], [0], [0, 0], [1], [-1, -1], [0, 1], [2], [1, 0], [3]]
@@ -67,12 +69,11 @@ def load(directory, drafter="", **more):
     "drafter",
     [
         "{directory}/heads",
-        "prompt_lookup",
-        "draft_model:{directory}",
-        pytest.param("{directory}/own", marks=pytest.mark.wide),
-        pytest.param(
+        *wide(
+            "prompt_lookup",
+            "draft_model:{directory}",
+            "{directory}/own",
             "examples.lookahead:Lookahead:window=3:ngram=3:guesses=2",
-            marks=pytest.mark.wide,
         ),
     ],
 )
@@ -96,8 +97,9 @@ def in_turn(gate, favoured_N):
     return (gate.steps_N.sum(keepdims=True) // 2 % len(gate.depths)).astype("int32")
 
 
-def test_lookups_draft_once_the_text_repeats(directory, free, costs):
+def test_lookups_draft_once_the_text_repeats(directory, free, costs, monkeypatch):
     """Plain steps check the draft that they do not verify; here the text is one token throughout."""
+    monkeypatch.setattr(CpuKernels, "least_slots", 256)  # one program
     costs += [1.0, 1.9, 5.0]  # without evidence plain decoding begins
     model = load(directory, "prompt_lookup")
     options = dataclasses.replace(OPTIONS, max_new_tokens=150, logit_bias={9: 1e3})
@@ -148,6 +150,7 @@ def test_a_pause_ends_with_its_chunk_and_with_the_text(directory, free):
 def test_steps_are_timed_while_they_decode(directory, free, monkeypatch):
     """Each size has been timed after some chunks, alone in its chunk; the text is that of plain decoding."""
     monkeypatch.setattr(step_costs, "WAITED", -1.0)
+    monkeypatch.setattr(CpuKernels, "least_slots", 512)  # one program
     model = load(directory)
     _, engine, request = model.plan(PROMPTS[:1], OPTIONS)
     options = dataclasses.replace(OPTIONS, max_new_tokens=300)
@@ -249,6 +252,7 @@ def test_a_conversation_goes_on_after_plain_steps(directory, free, costs):
     assert talk.reused > previous - 4
 
 
+@pytest.mark.wide
 def test_a_conversation_with_penalties_outgrows_its_cache(directory, monkeypatch):
     for name in ("LEAST_SLOTS", "SMALL", "LARGE"):
         monkeypatch.setattr(dialogue, name, 64)

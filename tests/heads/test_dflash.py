@@ -217,7 +217,7 @@ def test_the_loss_at_drawn_anchors():
     more = jax.tree.map(
         np.subtract, through["heads_0"], without["heads_0"] | {"confidence": learnt}
     )
-    wanted = jax.grad(bce)(params)["heads_0"]
+    wanted = jax.jit(jax.grad(bce))(params)["heads_0"]
     for name in ("fc", "hidden_norm", "layers_0", "layers_1", "norm", "markov_w1"):
         assert max(np.abs(x).max() for x in jax.tree.leaves(more[name])) > 0
         jax.tree.map(assert_close, more[name], wanted[name])

@@ -165,7 +165,7 @@ def test_the_layers_that_are_read(n_layers, given, expected):
 TARGETS = TrainConfig(label_weight=0.25, teacher_weight=0.5, feature_weight=3.0)
 
 
-@pytest.mark.parametrize("levels", [1, 3])
+@pytest.mark.parametrize("levels", [*wide(1), 3])
 def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
     """sum_k decay^k (3 smooth L1 to the hidden state + CE / 4 with text + CE / 2 with the backbone),
     each level's mean over the pairs of that distance; each level reads the one above."""

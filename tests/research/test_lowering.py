@@ -8,6 +8,7 @@ are traced and lowered, none is compiled.
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -149,10 +150,16 @@ def check_products(function, *shapes):
         assert precision == (jax.lax.Precision.HIGHEST,) * 2, f"{precision}\n{where}"
 
 
-@pytest.mark.parametrize("weights", ["", "int8"])
 @pytest.mark.parametrize("lm_head", [*wide("shared", "own"), "low_rank"])
-@pytest.mark.parametrize("name", NAMES)
-def test_drafters_multiply_exactly(name, lm_head, weights):
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    thinned(
+        product(NAMES, ("", "int8")),
+        ("medusa", "int8"),
+        *((name, "") for name in ("medusa", "eagle3", "dspark")),
+    ),
+)
+def test_drafters_multiply_exactly(name, weights, lm_head):
     heads = heads_of(name, lm_head=lm_head)
     for tree in (TREE, Tree.none())[: 1 + (name == "medusa")]:
         for program in decoding(heads, jnp.float32, tree, weights):
