@@ -155,7 +155,7 @@ def model(request):
     return stored_model(CONFIG, request.param)
 
 
-@pytest.mark.parametrize("shape", thinned(SHAPES, "granite", "gemma3"))
+@pytest.mark.parametrize("shape", thinned(SHAPES, "gemma3"))
 def test_layers_of_every_shape(shape):
     """The numbers of XLA's layers, and drafted text bit for bit, with kernels in blocks."""
     config = tiny_shape(shape, vocab_size=70, head_dim=32, d_model=48, d_ff=64)

@@ -120,7 +120,7 @@ MECHANISMS = {
         RULED,
         {"no_repeat_ngram_size": 3},
         lambda seed: guided(seed) | {"penalties": ASKED},
-        tuple(STATIC),
+        tuple(STATIC[1:]),
         ENDS,
     ),
 }
@@ -193,7 +193,7 @@ def test_any_tree_gives_the_text_of_plain_decoding(name, acceptance):
     assert ends >= m.ends and zeros > 0  # token 0 is an ordinary one
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", *wide("typical")])
+@pytest.mark.parametrize("acceptance", wide("rejection", "typical"))
 def test_rules_whose_text_is_another_obey_the_options(acceptance):
     m = MECHANISMS["all"]
     for seed in range(2):
