@@ -94,7 +94,7 @@ def numpy_reader(params, drafter, backbone, hidden_TE, tokens_T):
 
 
 @pytest.mark.parametrize(
-    "heads", [SHALLOW, EAGLE, LOW_RANK, PAPER, NEWER, VARIANT], ids=name_of
+    "heads", [*wide(SHALLOW, EAGLE, PAPER, VARIANT), LOW_RANK, NEWER], ids=name_of
 )
 def test_features_and_logits_of_every_level(heads, monkeypatch):
     """Those of the paper; in training, over several blocks of keys."""
@@ -115,7 +115,8 @@ def test_features_and_logits_of_every_level(heads, monkeypatch):
 
 @pytest.mark.parametrize(
     ("heads", "tree"),
-    [(EAGLE, WILD), *((h, t) for h in (FEW, NEWER_FEW) for t in (Tree.chain(4), WILD))],
+    [(EAGLE, WILD), (NEWER_FEW, WILD)]
+    + wide((FEW, Tree.chain(4)), (FEW, WILD), (NEWER_FEW, Tree.chain(4))),
 )
 def test_drafts_of_a_chain_and_of_a_tree(heads, tree):
     """Features of the root, tokens and logits of every node that has children, each after its path."""
