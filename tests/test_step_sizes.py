@@ -238,6 +238,7 @@ def test_rungs_of_the_tree_file(directory, tmp_path):
             load(directory, heads)
 
 
+@pytest.mark.wide
 def test_a_conversation_goes_on_after_plain_steps(directory, free, costs):
     """They keep the drafter's keys and values, so nothing is read again."""
     costs += [1.0, 9.0, 9.0]

@@ -57,6 +57,7 @@ def spec_bench_speed(answers, task):
     return np.mean(speeds), np.mean(lengths)
 
 
+@pytest.mark.wide
 def test_spec_bench_s_own_script_reads_the_answers(tmp_path):
     out = tmp_path / "out"
     write_model(tmp_path, max_position=128)

@@ -240,7 +240,7 @@ def test_texts_are_equal_bit_for_bit(model, rule):
 
 
 @pytest.mark.parametrize(
-    "name", [*wide("hydrapp", "amphista", "eagle"), "eagle3", "dspark"]
+    "name", [*wide("hydrapp", "amphista", "eagle", "eagle3"), "dspark"]
 )
 def test_layers_of_draft_heads_are_native_calls(name):
     """The states and drafts of XLA's layers, level by level; rows of two lengths."""

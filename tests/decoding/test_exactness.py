@@ -124,14 +124,16 @@ MECHANISMS = {
         ENDS,
     ),
 }
-NAMES = "name", "acceptance"
-CASES = [*product(MECHANISMS, ("greedy", "sampled"))]
 # What changes the text, one by one beside all together, is left to the wide run.
-PLAIN = thinned(CASES, ("window", "greedy"), ("all", "sampled"))
-DRAFTED = thinned(CASES, ("window", "greedy"), ("penalties", "sampled"), ("all", "sampled"))
+CASES = pytest.mark.parametrize(
+    ("name", "acceptance"),
+    thinned(
+        product(MECHANISMS, ("greedy", "sampled")), ("window", "greedy"), ("all", "sampled")
+    ),
+)
 
 
-@pytest.mark.parametrize(NAMES, PLAIN)
+@CASES
 def test_the_plain_loop_takes_the_best_token_of_the_full_pass(
     name, acceptance, monkeypatch
 ):
@@ -164,7 +166,7 @@ def test_the_plain_loop_takes_the_best_token_of_the_full_pass(
     assert (changed > 10) == (name not in ("none", "window", "copies"))
 
 
-@pytest.mark.parametrize(NAMES, DRAFTED)
+@CASES
 def test_any_tree_gives_the_text_of_plain_decoding(name, acceptance):
     m = MECHANISMS[name]
     lengths, ends, zeros = np.zeros(DEPTH + 1, int), set(), 0

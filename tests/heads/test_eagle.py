@@ -166,7 +166,7 @@ def test_the_layers_that_are_read(n_layers, given, expected):
 TARGETS = TrainConfig(label_weight=0.25, teacher_weight=0.5, feature_weight=3.0)
 
 
-@pytest.mark.parametrize("levels", [*wide(1), 3])
+@pytest.mark.parametrize("levels", [1, *wide(3)])
 def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
     """sum_k decay^k (3 smooth L1 to the hidden state + CE / 4 with text + CE / 2 with the backbone),
     each level's mean over the pairs of that distance; each level reads the one above."""
@@ -214,7 +214,7 @@ def test_eagle3_s_loss_of_every_level_and_its_gradient(heads, monkeypatch):
     family.check_levels_loss(drafter, params, backbone, targets, numpy_loss, 3, 0.8)
 
 
-@pytest.mark.parametrize("heads", [FEW, *wide(SHALLOW)], ids=name_of)
+@pytest.mark.parametrize("heads", wide(FEW, SHALLOW), ids=name_of)
 def test_the_induction_loss_and_its_gradient(heads, monkeypatch):
     """-log of the share of attention, a mean over heads, that row t gives to the rows that read token t + 2,
     over all pairs of the first level; 0 without such a row or outside the draft vocabulary."""
