@@ -177,7 +177,7 @@ def test_logits_read_only_the_parameters_that_the_drafter_names(name):
         assert_close(logits, drafter.head_logits(params, backbone, k, x))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, "hydra", "medusa"))
 def test_heads_deeper_than_the_tree_are_not_read(name):
     """What a separable drafter of fewer heads proposes is what the whole one does."""
     backbone, drafter, params = noisy(name)

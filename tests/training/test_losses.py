@@ -253,7 +253,7 @@ def test_head_loss_is_equation_1(lm_head, targets, ids):
     np.testing.assert_array_equal(counts, [len(x) for x in labels])
 
 
-@pytest.mark.parametrize("kl", [False, True])
+@pytest.mark.parametrize("kl", [*wide(False), True])
 def test_joint_loss_is_equation_2(kl):
     """L_LM + lambda_0 sum_k 0.8^k L_k, and the gradients of all that both terms read.
 
