@@ -136,6 +136,7 @@ def test_few_nodes_where_weights_are_narrow_and_plain_decoding_alone_where_the_f
     assert sizes_of(Tree.chain(1), None) == (Tree.none(), Tree.chain(1))
 
 
+@pytest.mark.wide
 def test_a_pause_ends_with_its_chunk_and_with_the_text(directory, free):
     model = load(directory)
     options = dataclasses.replace(OPTIONS, max_new_tokens=20)

@@ -155,10 +155,8 @@ def test_published_heads_pass(name, base, tmp_path, capsys):
     assert verify.main([*flags, "--write"]) == 2 and "delete it" in capsys.readouterr().err
 
 
-BUNDLED = [(None, drafter) for drafter in bundled_heads(None)]
-BUNDLED += [
-    pytest.param("smollm2", x, marks=pytest.mark.wide) for x in bundled_heads("smollm2")
-]
+BUNDLED = thinned([(None, drafter) for drafter in bundled_heads(None)], (None, "medusa"))
+BUNDLED += wide(*(("smollm2", drafter) for drafter in bundled_heads("smollm2")))
 
 
 @pytest.mark.parametrize(("model", "drafter"), BUNDLED)
