@@ -120,7 +120,7 @@ MECHANISMS = {
         RULED,
         {"no_repeat_ngram_size": 3},
         lambda seed: guided(seed) | {"penalties": ASKED},
-        tuple(STATIC[1:]),
+        tuple(STATIC),
         ENDS,
     ),
 }
