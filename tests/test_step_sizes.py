@@ -66,29 +66,30 @@ def load(directory, drafter="", **more):
 
 
 @pytest.mark.parametrize(
-    "drafter",
+    ("drafter", "new"),
     [
-        "{directory}/heads",
+        ("{directory}/heads", 90),
         *wide(
-            "prompt_lookup",
-            "draft_model:{directory}",
-            "{directory}/own",
-            "examples.lookahead:Lookahead:window=3:ngram=3:guesses=2",
+            ("{directory}/heads", 150),
+            ("prompt_lookup", 150),
+            ("draft_model:{directory}", 150),
+            ("{directory}/own", 150),
+            ("examples.lookahead:Lookahead:window=3:ngram=3:guesses=2", 150),
         ),
     ],
 )
-def test_text_does_not_depend_on_the_sizes(directory, drafter, free, monkeypatch):
-    """Greedy and sampled rows together, over a cache that grows; whole texts and streams; sizes take turns."""
+def test_text_does_not_depend_on_the_sizes(directory, drafter, new, free, monkeypatch):
+    """Greedy and sampled rows together, the longer ones over a cache that grows; whole texts and streams; sizes take turns."""
     monkeypatch.setattr(Gate, "fastest", in_turn)
     model = load(directory, drafter, dtype="float32")
-    rows = [Options(150, temperature, eos_ids=()) for temperature in (0.0, 0.9)]
+    rows = [Options(new, temperature, eos_ids=()) for temperature in (0.0, 0.9)]
     plain = [r.token_ids for r in model.generate(PROMPTS, rows, tree="none")]
     *_, (_, streamed) = model.stream(PROMPTS, rows)
     for results in (model.generate(PROMPTS, rows), streamed):
         assert [r.token_ids for r in results] == plain
         for result in results:
             counted = enumerate(result.acceptance_histogram, 1)
-            assert sum(n * k for n, k in counted) == 149
+            assert sum(n * k for n, k in counted) == new - 1
             assert result.steps == sum(result.acceptance_histogram)
 
 

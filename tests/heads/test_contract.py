@@ -299,7 +299,6 @@ PIECES = some(
         *((name, 0) for name in READING),
         *(("medusa", 5) for name in NAMES if name == "medusa"),
     ],
-    ("hydrapp", 0),
     ("medusa", 5),
 )
 

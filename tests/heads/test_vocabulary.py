@@ -131,7 +131,7 @@ def test_the_text_is_that_of_plain_decoding(name, lm_head, acceptance, tied, n_g
 
 
 @pytest.mark.parametrize("n_gram", [2, *wide(0)])
-@pytest.mark.parametrize("acceptance", ["sampled", *wide("greedy")])
+@pytest.mark.parametrize("acceptance", wide("sampled", "greedy"))
 def test_ranks_predict_what_decoding_accepts(acceptance, n_gram):
     """So noise and bars of a drafted token are its own, not those of its place among the logits."""
     engine, variables = engine_of("medusa", "own", acceptance, n_gram=n_gram)

@@ -106,8 +106,10 @@ def what_would_be_slow(text):
     return {what for what, sign in signs.items() if re.search(sign, text)}
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("name", thinned(NAMES, "hydrapp", "medusa"))
+@pytest.mark.parametrize(
+    ("name", "platform"),
+    thinned(product(NAMES, PLATFORMS), ("hydrapp", "tpu"), ("medusa", "cuda")),
+)
 def test_the_decode_step_lowers(name, platform):
     step, _ = decoding(heads_of(name), jnp.bfloat16, platform=platform)
     assert what_would_be_slow(lowered([platform], *step)) == set()
@@ -156,7 +158,7 @@ def check_products(function, *shapes):
     thinned(
         product(NAMES, ("", "int8")),
         ("medusa", "int8"),
-        *((name, "") for name in ("medusa", "eagle3", "dspark")),
+        *((name, "") for name in ("medusa", "eagle3")),
     ),
 )
 def test_drafters_multiply_exactly(name, weights, lm_head):
