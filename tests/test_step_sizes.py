@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from cases import wide
 from tiny import write_model
 
 import medusa_jax
@@ -19,6 +20,7 @@ from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.generate import begin
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
+from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.stored import Storage
 
 GROWTH = [[-1], [0], [0, 0], [1], [-1, -1], [0, 1], [2], [1, 0], [3]]
@@ -64,30 +66,30 @@ def load(directory, drafter="", **more):
 
 
 @pytest.mark.parametrize(
-    "drafter",
+    ("drafter", "new"),
     [
-        "{directory}/heads",
-        "prompt_lookup",
-        "draft_model:{directory}",
-        pytest.param("{directory}/own", marks=pytest.mark.wide),
-        pytest.param(
-            "examples.lookahead:Lookahead:window=3:ngram=3:guesses=2",
-            marks=pytest.mark.wide,
+        ("{directory}/heads", 90),
+        *wide(
+            ("{directory}/heads", 150),
+            ("prompt_lookup", 150),
+            ("draft_model:{directory}", 150),
+            ("{directory}/own", 150),
+            ("examples.lookahead:Lookahead:window=3:ngram=3:guesses=2", 150),
         ),
     ],
 )
-def test_text_does_not_depend_on_the_sizes(directory, drafter, free, monkeypatch):
-    """Greedy and sampled rows together, over a cache that grows; whole texts and streams; sizes take turns."""
+def test_text_does_not_depend_on_the_sizes(directory, drafter, new, free, monkeypatch):
+    """Greedy and sampled rows together, the longer ones over a cache that grows; whole texts and streams; sizes take turns."""
     monkeypatch.setattr(Gate, "fastest", in_turn)
     model = load(directory, drafter, dtype="float32")
-    rows = [Options(150, temperature, eos_ids=()) for temperature in (0.0, 0.9)]
+    rows = [Options(new, temperature, eos_ids=()) for temperature in (0.0, 0.9)]
     plain = [r.token_ids for r in model.generate(PROMPTS, rows, tree="none")]
     *_, (_, streamed) = model.stream(PROMPTS, rows)
     for results in (model.generate(PROMPTS, rows), streamed):
         assert [r.token_ids for r in results] == plain
         for result in results:
             counted = enumerate(result.acceptance_histogram, 1)
-            assert sum(n * k for n, k in counted) == 149
+            assert sum(n * k for n, k in counted) == new - 1
             assert result.steps == sum(result.acceptance_histogram)
 
 
@@ -96,8 +98,9 @@ def in_turn(gate, favoured_N):
     return (gate.steps_N.sum(keepdims=True) // 2 % len(gate.depths)).astype("int32")
 
 
-def test_lookups_draft_once_the_text_repeats(directory, free, costs):
+def test_lookups_draft_once_the_text_repeats(directory, free, costs, monkeypatch):
     """Plain steps check the draft that they do not verify; here the text is one token throughout."""
+    monkeypatch.setattr(CpuKernels, "least_slots", 256)  # one program
     costs += [1.0, 1.9, 5.0]  # without evidence plain decoding begins
     model = load(directory, "prompt_lookup")
     options = dataclasses.replace(OPTIONS, max_new_tokens=150, logit_bias={9: 1e3})
@@ -134,6 +137,7 @@ def test_few_nodes_where_weights_are_narrow_and_plain_decoding_alone_where_the_f
     assert sizes_of(Tree.chain(1), None) == (Tree.none(), Tree.chain(1))
 
 
+@pytest.mark.wide
 def test_a_pause_ends_with_its_chunk_and_with_the_text(directory, free):
     model = load(directory)
     options = dataclasses.replace(OPTIONS, max_new_tokens=20)
@@ -148,6 +152,7 @@ def test_a_pause_ends_with_its_chunk_and_with_the_text(directory, free):
 def test_steps_are_timed_while_they_decode(directory, free, monkeypatch):
     """Each size has been timed after some chunks, alone in its chunk; the text is that of plain decoding."""
     monkeypatch.setattr(step_costs, "WAITED", -1.0)
+    monkeypatch.setattr(CpuKernels, "least_slots", 512)  # one program
     model = load(directory)
     _, engine, request = model.plan(PROMPTS[:1], OPTIONS)
     options = dataclasses.replace(OPTIONS, max_new_tokens=300)
@@ -234,6 +239,7 @@ def test_rungs_of_the_tree_file(directory, tmp_path):
             load(directory, heads)
 
 
+@pytest.mark.wide
 def test_a_conversation_goes_on_after_plain_steps(directory, free, costs):
     """They keep the drafter's keys and values, so nothing is read again."""
     costs += [1.0, 9.0, 9.0]
@@ -248,6 +254,7 @@ def test_a_conversation_goes_on_after_plain_steps(directory, free, costs):
     assert talk.reused > previous - 4
 
 
+@pytest.mark.wide
 def test_a_conversation_with_penalties_outgrows_its_cache(directory, monkeypatch):
     for name in ("LEAST_SLOTS", "SMALL", "LARGE"):
         monkeypatch.setattr(dialogue, name, 64)

@@ -57,6 +57,7 @@ def spec_bench_speed(answers, task):
     return np.mean(speeds), np.mean(lengths)
 
 
+@pytest.mark.wide
 def test_spec_bench_s_own_script_reads_the_answers(tmp_path):
     out = tmp_path / "out"
     write_model(tmp_path, max_position=128)
@@ -82,7 +83,7 @@ def test_spec_bench_s_own_script_reads_the_answers(tmp_path):
     assert [len(turns) for turns in drafted] == [len(one["turns"]) for one in SPEC_BENCH]
 
 
-@pytest.mark.parametrize("batches", ["2", *wide("1,3")])
+@pytest.mark.parametrize("batches", wide("2", "1,3"))
 def test_batches_are_compared_with_plain_decoding_of_their_size(
     files, tmp_path, batches, capsys
 ):

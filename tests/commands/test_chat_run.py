@@ -9,6 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from cases import wide
 from live import compilations
 from tiny import CONTEXT
 
@@ -149,7 +150,7 @@ def test_a_retry_without_an_answer_keeps_the_last_one(talk):
     assert prompts[2:] == [f"uin.a{first}uthe.a", f"uin.a{first}uthe.a{third}ua.a"]
 
 
-@pytest.mark.parametrize("rule", ["auto", "typical"])
+@pytest.mark.parametrize("rule", ["auto", *wide("typical")])
 def test_a_kept_cache_changes_no_text(chatty, rule):
     """Follow-ups, other texts and a stopped answer: all as if every prompt was read alone."""
     model = load(str(chatty), str(chatty / "heads"), tree="chain:2")

@@ -25,6 +25,7 @@ from medusa_jax.notation import byte_size
 from medusa_jax.tree.tree import Order, Tree
 
 
+@pytest.mark.wide
 def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monkeypatch):
     directory, prompts = files
     for name in ("LINES", "SHARE"):  # every text is told

@@ -7,6 +7,7 @@ import shutil
 import sys
 
 import pytest
+from cases import wide
 from files import write_lines
 from tiny import write_coder
 
@@ -76,7 +77,8 @@ def test_show_drafts_colours_accepted_drafts_only(decode):
         assert {c for c, _ in re.findall(r"\x1b\[(\d+)m(.*?)\x1b\[0m", out, re.S)} == {"4"}
 
 
-def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
+@pytest.mark.parametrize("few", [1, *wide(3)])
+def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path, few):
     records = [
         {"prompt": "the cat"},
         {"prompt": "in", "max_new_tokens": 5},
@@ -88,7 +90,7 @@ def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
     file.write_text("\n".join([lines[0], "", *lines[1:]]) + "\n", encoding="utf-8")
     flags = ("--prompts_file", file, "--dtype", "float64")
     got, again = [], []
-    for size, answers in ((8, got), (3, again)):  # no size changes a text
+    for size, answers in ((8, got), (few, again)):  # no size changes a text
         status, out, err = decode(*flags, "--batch_size", size)
         assert status == 0, err
         answers += [json.loads(line) for line in out.splitlines()]

@@ -178,16 +178,16 @@ def test_python_may_end_while_a_loop_calls_it():
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")
 
 
-def test_a_models_steps_choose_their_size(tmp_path):
+@pytest.mark.parametrize("temperature", [*wide(0.0), 1.0])
+def test_a_models_steps_choose_their_size(tmp_path, temperature):
     """By default nothing but the text and its grammar drafts."""
     tiny.write_model(tmp_path, characters=tiny.PRINTABLE, max_position=512)
     model = load_model(tmp_path, dtype="float64")
     model.chooses, asked = True, {"json_schema": SCHEMA}
-    for temperature in (0.0, 1.0):
-        options = Options(max_new_tokens=99, temperature=temperature, constraint=asked)
-        [plain] = model.generate(["row = "], options, tree="none")
-        for tree in (None, Tree.cartesian([2, 1])):
-            [result] = model.generate(["row = "], options, tree=tree)
-            assert result.token_ids == plain.token_ids
-            assert max(result.draft_depths) <= (2 if tree else 0)
-            assert result.steps < 0.8 * plain.steps and min(result.draft_depths) <= -FEW
+    options = Options(max_new_tokens=99, temperature=temperature, constraint=asked)
+    [plain] = model.generate(["row = "], options, tree="none")
+    for tree in (None, Tree.cartesian([2, 1])):
+        [result] = model.generate(["row = "], options, tree=tree)
+        assert result.token_ids == plain.token_ids
+        assert max(result.draft_depths) <= (2 if tree else 0)
+        assert result.steps < 0.8 * plain.steps and min(result.draft_depths) <= -FEW

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 from tiny import decoder, forward_logits, random_params, tiny_arch
 
@@ -56,7 +57,7 @@ def exact():
         return OneBackbone(jnp.float64)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [*wide(0.0), 0.8])
 def test_gap_and_position(exact, temperature):
     option = Options(temperature=temperature, seed=4)
     prompt, theirs = TEXT[:3], TEXT[3:]

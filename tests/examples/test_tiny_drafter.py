@@ -34,6 +34,7 @@ def test_the_page_shows_the_file():
     assert code == (ROOT / "examples" / "tiny_drafter.py").read_text()
 
 
+@pytest.mark.wide
 def test_the_commands_from_top_to_bottom(tmp_path, capsys, monkeypatch):
     """Trained, fitted, decoded with the text of plain decoding, and served to two at a time."""
     model, place = tmp_path / "model", tmp_path / "tiny"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import wide
 from flax.traverse_util import unflatten_dict
 from gguf_files import tiny
 from head_files import FILES, LLAMA, medusa_state, write
@@ -290,9 +291,9 @@ def fuzz(targets, count, seed):
     return refused
 
 
-def test_spoilt_files_are_refused_in_a_sentence(targets):
-    refused = fuzz(targets, 2_000, 0)
-    assert refused > 1_000
+@pytest.mark.parametrize("n", [500, *wide(2_000)])
+def test_spoilt_files_are_refused_in_a_sentence(targets, n):
+    assert fuzz(targets, n, 0) > n / 2
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ RECORDED = {
         "000001010000100101000010100010123010010101010001",
     ),
 }
-SHALLOWEST = [("medusa", 0), ("mlp", 1), ("prefix-mlp", 1)]
+SHALLOWEST = [("medusa", 0), ("prefix-mlp", 1)]
 
 
 def read(folder, heads, dtype="float64", **more):

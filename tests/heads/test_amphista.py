@@ -67,7 +67,7 @@ def numpy_contexts(params, drafter, backbone, hidden_TD, next_T):
     return out or [hidden_TD]
 
 
-@pytest.mark.parametrize("ablation", thinned(ABLATIONS, "whole", "alpha", "three stages"))
+@pytest.mark.parametrize("ablation", thinned(ABLATIONS, "whole", "alpha"))
 def test_features_and_proposals_are_those_of_the_paper(ablation):
     heads = AmphistaConfig(**{"lm_head": "low_rank", "rank": 5} | ABLATIONS[ablation])
     backbone, drafter, params = problem(heads)

@@ -94,7 +94,7 @@ def numpy_reader(params, drafter, backbone, hidden_TE, tokens_T):
 
 
 @pytest.mark.parametrize(
-    "heads", [SHALLOW, EAGLE, LOW_RANK, PAPER, NEWER, VARIANT], ids=name_of
+    "heads", [*wide(SHALLOW, EAGLE, PAPER, VARIANT), LOW_RANK, NEWER], ids=name_of
 )
 def test_features_and_logits_of_every_level(heads, monkeypatch):
     """Those of the paper; in training, over several blocks of keys."""
@@ -115,7 +115,8 @@ def test_features_and_logits_of_every_level(heads, monkeypatch):
 
 @pytest.mark.parametrize(
     ("heads", "tree"),
-    [(EAGLE, WILD), *((h, t) for h in (FEW, NEWER_FEW) for t in (Tree.chain(4), WILD))],
+    [(EAGLE, WILD), (NEWER_FEW, WILD)]
+    + wide((FEW, Tree.chain(4)), (FEW, WILD), (NEWER_FEW, Tree.chain(4))),
 )
 def test_drafts_of_a_chain_and_of_a_tree(heads, tree):
     """Features of the root, tokens and logits of every node that has children, each after its path."""
@@ -165,7 +166,7 @@ def test_the_layers_that_are_read(n_layers, given, expected):
 TARGETS = TrainConfig(label_weight=0.25, teacher_weight=0.5, feature_weight=3.0)
 
 
-@pytest.mark.parametrize("levels", [1, 3])
+@pytest.mark.parametrize("levels", [1, *wide(3)])
 def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
     """sum_k decay^k (3 smooth L1 to the hidden state + CE / 4 with text + CE / 2 with the backbone),
     each level's mean over the pairs of that distance; each level reads the one above."""
@@ -213,7 +214,7 @@ def test_eagle3_s_loss_of_every_level_and_its_gradient(heads, monkeypatch):
     family.check_levels_loss(drafter, params, backbone, targets, numpy_loss, 3, 0.8)
 
 
-@pytest.mark.parametrize("heads", [FEW, *wide(SHALLOW)], ids=name_of)
+@pytest.mark.parametrize("heads", wide(FEW, SHALLOW), ids=name_of)
 def test_the_induction_loss_and_its_gradient(heads, monkeypatch):
     """-log of the share of attention, a mean over heads, that row t gives to the rows that read token t + 2,
     over all pairs of the first level; 0 without such a row or outside the draft vocabulary."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 from family import D, drafter_of, parameters, stored_base
 from numpy_layers import numpy_norm
@@ -93,7 +94,7 @@ def test_hydra_may_start_at_random():
 
 
 @pytest.mark.parametrize(
-    "heads", [HydraConfig(dropout=0.5, n_layers=1), AmphistaConfig(dropout=0.5)]
+    "heads", [HydraConfig(dropout=0.5, n_layers=1), *wide(AmphistaConfig(dropout=0.5))]
 )
 def test_dropout_needs_a_key_and_leaves_the_mean(heads):
     backbone = stored_base()
@@ -126,7 +127,9 @@ LOW_RANK |= {256: (0.64, 0.99, 1.64), 512: (0.68, 1.03, 1.68)}
         (EagleConfig(n_heads=1), (0.24, 0.37, 0.62)),
         (EagleConfig(n_heads=5), (0.24, 0.37, 0.62)),
         (AmphistaConfig(), (1.13, 1.60, 2.45)),
-        *((AmphistaConfig(lm_head="low_rank", rank=r), n) for r, n in LOW_RANK.items()),
+        *wide(
+            *((AmphistaConfig(lm_head="low_rank", rank=r), n) for r, n in LOW_RANK.items())
+        ),
     ],
 )
 def test_sizes_for_vicuna_are_those_of_the_papers(heads, billions):

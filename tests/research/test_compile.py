@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from cases import wide
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.cpu import library
@@ -37,7 +38,7 @@ def test_an_unknown_target_is_one_sentence(name):
 SMALL = config_to_hf(LlamaConfig(64, 32, 3, 2, 1, 16, 64, 256))
 
 
-@pytest.mark.parametrize("form", ["plain", "native"])
+@pytest.mark.parametrize("form", [*wide("plain"), "native"])
 def test_the_program_of_this_device(form, tmp_path, capsys, monkeypatch):
     if form == "native" and library() is None:
         pytest.skip("there is no compiler for the native kernels")

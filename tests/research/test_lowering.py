@@ -8,6 +8,7 @@ are traced and lowered, none is compiled.
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -105,8 +106,10 @@ def what_would_be_slow(text):
     return {what for what, sign in signs.items() if re.search(sign, text)}
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("name", thinned(NAMES, "hydrapp", "medusa"))
+@pytest.mark.parametrize(
+    ("name", "platform"),
+    thinned(product(NAMES, PLATFORMS), ("hydrapp", "tpu"), ("medusa", "cuda")),
+)
 def test_the_decode_step_lowers(name, platform):
     step, _ = decoding(heads_of(name), jnp.bfloat16, platform=platform)
     assert what_would_be_slow(lowered([platform], *step)) == set()
@@ -149,10 +152,16 @@ def check_products(function, *shapes):
         assert precision == (jax.lax.Precision.HIGHEST,) * 2, f"{precision}\n{where}"
 
 
-@pytest.mark.parametrize("weights", ["", "int8"])
 @pytest.mark.parametrize("lm_head", [*wide("shared", "own"), "low_rank"])
-@pytest.mark.parametrize("name", NAMES)
-def test_drafters_multiply_exactly(name, lm_head, weights):
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    thinned(
+        product(NAMES, ("", "int8")),
+        ("medusa", "int8"),
+        *((name, "") for name in ("medusa", "eagle3")),
+    ),
+)
+def test_drafters_multiply_exactly(name, weights, lm_head):
     heads = heads_of(name, lm_head=lm_head)
     for tree in (TREE, Tree.none())[: 1 + (name == "medusa")]:
         for program in decoding(heads, jnp.float32, tree, weights):

@@ -33,14 +33,16 @@ def port(shared_port):
 
 @pytest.fixture
 def http(port):
-    with httpx.Client(base_url=port.url, timeout=60) as client:
+    with httpx.Client(base_url=port.url, timeout=60, verify=False) as client:
         yield client
 
 
 @pytest.fixture
 def client(port):
-    """The official client."""
-    with openai.OpenAI(base_url=port.url + "/v1", api_key="any", max_retries=0) as client:
+    """The official client, without certificates, which take 50 ms to read."""
+    own = {"http_client": openai.DefaultHttpxClient(verify=False)}
+    form = {"base_url": port.url + "/v1", "api_key": "any", "max_retries": 0}
+    with openai.OpenAI(**form, **own) as client:
         yield client
 
 

@@ -178,6 +178,7 @@ def attacked(port, body, path="/v1/completions"):
     return answer
 
 
+@pytest.mark.wide
 def test_a_megabyte_that_has_to_be_tokenised(port):
     """With this vocabulary, the length in tokens is unknown before tokenising."""
     body = {"prompt": "the cat and " * (MEGABYTE // 12), "n": 2}

@@ -49,7 +49,7 @@ def port(tmp_path_factory):
 
 @pytest.fixture
 def http(port):
-    with httpx.Client(base_url=port.url, timeout=600) as client:
+    with httpx.Client(base_url=port.url, timeout=600, verify=False) as client:
         yield client
     port.wait_idle()
 

@@ -97,6 +97,7 @@ def test_text(client, http):
     )
 
 
+@pytest.mark.wide
 def test_the_clients_own_stream_and_parse(client):
     with client.responses.stream(**DRAWN, input="A pet.", text_format=Pet) as stream:
         deltas = [

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from cases import wide
 from tiny import tiny_arch
 from turns import PIECE, TREE, Client, alone, check, finish, run, scheduler_of
 
@@ -193,7 +194,7 @@ def test_log_probabilities_are_those_of_a_solo_run(model, scheduler):
     assert cut.result.token_ids == expected.token_ids[:n]
 
 
-@pytest.mark.parametrize("rule", ["typical", "rejection"])
+@pytest.mark.parametrize("rule", ["typical", *wide("rejection")])
 def test_texts_that_depend_on_the_drafts(model, rule):
     """Are those of a solo run with the same tree, whatever rule a row was used with before."""
     scheduler = scheduler_of(model, {1: TREE})
@@ -249,7 +250,7 @@ def test_a_step_has_room_for_the_tree_and_for_the_drafters_own_rows(monkeypatch)
     assert made.slots_for(made.slots - made.widest + 1) == 2 * made.slots
 
 
-@pytest.mark.parametrize("tree", [TREE, Tree.from_choices([[0], [-1], [-1, -1]])])
+@pytest.mark.parametrize("tree", [TREE, *wide(Tree.from_choices([[0], [-1], [-1, -1]]))])
 def test_predicted_tokens_are_copied_and_never_trusted(model, tree):
     """No text depends on them; only a right prediction is fast, and only for its own request."""
     scheduler = scheduler_of(model, {1: tree})

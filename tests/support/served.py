@@ -119,7 +119,8 @@ def ask_app(app, method, path, **sent):
 
     async def once():
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        given = {"transport": transport, "base_url": "http://x", "verify": False}
+        async with httpx.AsyncClient(**given) as client:
             return await client.request(method, path, **sent)
 
     return asyncio.run(once())

@@ -47,7 +47,7 @@ def problem(name, **fields):
     return cfg, HeadFunctions(cfg.heads, ARCH, cfg.train), frozen, batch
 
 
-@pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "eagle3", "hydrapp"))
+@pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "hydra"))
 def test_the_loss_and_its_gradient_are_the_trainers(name):
     """The trainer runs the backbone by itself; the functions get its states and three entries of it."""
     cfg, functions, frozen, batch = problem(name)
@@ -86,7 +86,7 @@ def test_the_loss_and_its_gradient_are_the_trainers(name):
         assert_close(sums.nll[k], -np.asarray(logp)[b, t, place].sum(), 512)
 
 
-@pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "hydra"))
+@pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "medusa"))
 def test_every_weight_has_a_gradient_and_the_start_can_be_improved(name):
     cfg, functions, frozen, batch = problem(name)
     hidden, key = jax.jit(stage_of(cfg, 1).hidden)(frozen, batch), jax.random.key(0)

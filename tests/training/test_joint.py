@@ -134,6 +134,7 @@ def test_an_export_keeps_the_models_own_ends(tmp_path):
     assert (out / "tokenizer.json").exists() and not (out / "config.json").exists()
 
 
+@pytest.mark.wide
 def test_added_layers_change_nothing_until_they_have_learnt():
     arch = training_arch()
     params = init_params(arch, jax.random.key(0))

@@ -72,7 +72,8 @@ def test_packing_is_the_nearest_level_of_the_block(signed, seed, spread):
     blocks = x.reshape(16, 2, 256).astype(np.float64)
     largest = np.abs(blocks).max(-1, keepdims=True)
     unit = blocks / largest
-    off = np.abs(unit[..., None] - table).min(-1)
+    after = np.searchsorted(table, unit).clip(1, len(table) - 1)
+    off = np.minimum(*(np.abs(unit - table[near]) for near in (after - 1, after)))
     if not signed:  # never down to zero
         smallest = (unit > 0) & (unit < table[1] / 2)
         off = np.where(smallest, np.abs(unit - table[1]), off)

@@ -100,6 +100,7 @@ def test_stopped_and_cut_runs_go_on_bit_for_bit(
         assert file.read_bytes() == (broken / file.relative_to(whole)).read_bytes(), file
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("compiled_once")
 def test_a_resumed_run_holds_its_state_alone(tokens, model, tmp_path, monkeypatch):
     """Neither a fresh state nor the model's weights, while a checkpoint is read and afterwards."""

@@ -18,6 +18,7 @@ from medusa_jax.training import dry, trainer
 from medusa_jax.training.dry import mark_counted, preview
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("compiled_once")
 def test_a_signal_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, capsys):
     """Once: after its step; Ctrl-C twice: at once. The command that is named goes on to the end."""

@@ -78,9 +78,7 @@ CONTINUED = [
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("heads", "kind", "lr", "share", "fields"), [*wide(CONTINUED[0]), CONTINUED[1]]
-)
+@pytest.mark.parametrize(("heads", "kind", "lr", "share", "fields"), wide(*CONTINUED))
 def test_eagle_learns_and_its_export_decodes(
     heads, kind, lr, share, fields, backbone, tokens, tmp_path
 ):

@@ -108,7 +108,7 @@ CASES = {
     ("case", "tied"),
     [
         ("Q4_1 and Q8_0", True),
-        ("three in one", False),
+        *wide(("three in one", False)),
         *wide(("as Q4_K_M", False), ("an embedding in float32", True)),
     ],
 )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from cases import thinned
 from closeness import assert_close
 from head_files import EAGLE3, IDS, LLAMA, V, eagle3_state, write
 from numpy_layers import numpy_norm
@@ -117,7 +118,7 @@ def check(recorded, logits_KBTO, tolerance):
         np.testing.assert_allclose(logits_BTO[1, 5, :3], recorded.logits[k], atol=tolerance)
 
 
-@pytest.mark.parametrize("version", SPECFORGE)
+@pytest.mark.parametrize("version", thinned(SPECFORGE, "3.0"))
 def test_levels_and_losses_are_specforge_s(version, tmp_path):
     recorded, logits_KBTO = SPECFORGE[version], our_logits(directory(version, tmp_path))
     check(recorded, logits_KBTO, 2e-5)
@@ -131,7 +132,7 @@ def test_levels_and_losses_are_specforge_s(version, tmp_path):
         assert_close(loss / (B * T), np.float64(recorded.losses[k]), dtype="float32")
 
 
-@pytest.mark.parametrize("version", SPECULATORS)
+@pytest.mark.parametrize("version", thinned(SPECULATORS, "3.1"))
 def test_levels_and_losses_are_those_of_speculators(version, tmp_path):
     """Of the directory that `convert` writes for it."""
     base = write_base(tmp_path / "base", CONFIG, Inputs.params, "float64")
