@@ -111,6 +111,8 @@ class TokenRows(Rows):
 
     Attributes:
       part: "train" and "held out" divide the samples by `DataConfig.held_out`; "" has all.
+      lengths: number of tokens that rows contain of each sample.
+      beyond: number of targets of any part that are after `seq_len` tokens of their sample, and of all targets.
     """
 
     def __init__(
@@ -145,8 +147,12 @@ class TokenRows(Rows):
             raise UserError(
                 f"{directory}/doc_starts.npy must rise from 0 to at most {size}"
             )
+        self.lengths = np.diff(self.starts, append=size)
+        total = self._targets().sum()
         if cfg.packing == "first_fit":
-            self.lengths = np.minimum(np.diff(self.starts, append=size), cfg.seq_len)
+            self.lengths = np.minimum(self.lengths, cfg.seq_len)
+        self.beyond = total - self._targets().sum(), total
+        if cfg.packing == "first_fit":
             if part:
                 is_held_out = held_out(self.starts.size, cfg.held_out)
                 self.lengths[is_held_out if part == "train" else ~is_held_out] = 0
@@ -159,8 +165,14 @@ class TokenRows(Rows):
             self.rows = max(size // cfg.seq_len - 1, 1)
 
     def counts(self, vocab_size: int) -> np.ndarray:
-        targets = self.tokens if self.counted is None else self.tokens[self.counted != 0]
-        return np.bincount(targets, minlength=vocab_size)
+        return np.bincount(self.tokens[self._targets()], minlength=vocab_size)
+
+    def _targets(self) -> np.ndarray:
+        """Which tokens are targets and within `lengths`: [size] bool."""
+        left = np.diff(self.starts, append=self.tokens.size) - self.lengths
+        runs = np.stack([self.lengths, left], axis=1)
+        inside = np.repeat(np.tile([True, False], len(runs)), runs.ravel())
+        return inside if self.counted is None else inside & (self.counted != 0)
 
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
         """Row `number`; with "concat" packing each epoch cuts the text elsewhere."""
