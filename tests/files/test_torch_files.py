@@ -6,6 +6,7 @@ import pickle
 import random
 import struct
 import zipfile
+import zlib
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from medusa_jax.errors import UserError
-from medusa_jax.files.tensor import read_whole
+from medusa_jax.files.tensor import read_rows, read_whole
 from medusa_jax.files.torch_files import open_torch
 from medusa_jax.files.torch_writer import save_torch
 
@@ -276,6 +277,22 @@ def test_archives_that_are_none_of_torchs(tmp_path):
     fails(path, "big-endian")
     path.write_bytes(pickle.dumps({"x": 1}, 2))
     fails(path, r"before torch 1\.6.*torch\.save\(torch\.load")
+
+
+def test_parts_are_read_without_the_rest_of_their_storage(tmp_path, monkeypatch):
+    """Its checksum is verified once; names of any length place its bytes anywhere."""
+    x = np.arange(4000, dtype=np.float32).reshape(1000, 4)
+    wanted = np.arange(0, 1000, 7)
+    stored = {"store": storage(size=4000), "raw": x.tobytes()}
+    tensor = tensor_of(one_tensor(tmp_path / "x", [1000, 4], [4, 1], **stored))
+    monkeypatch.setattr(zipfile, "ZipFile", None)
+    checked = []
+    crc32 = zlib.crc32
+    monkeypatch.setattr(
+        zlib, "crc32", lambda data: checked.append(len(data)) or crc32(data)
+    )
+    np.testing.assert_array_equal(read_rows(tensor, wanted), x[wanted])
+    assert checked == [x.nbytes]
 
 
 def test_bytes_that_have_changed(tmp_path):
