@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
     texts: Texts
 
 
-def load(plan: RunPlan) -> Inputs:
+def load(plan: RunPlan, is_resumed: bool) -> Inputs:
     """Read the models and the texts, and choose the tokens that heads score."""
     setup, data = load_setup(plan), plan.data
     vocab_size = plan.arch.vocab_size
@@ -40,6 +40,7 @@ def load(plan: RunPlan) -> Inputs:
             mix(texts.train),
             plan.workdir,
             data.draft_vocab_from,
+            is_resumed,
         )
         setup = with_draft_vocab(setup, plan.mesh, choose)
     return Inputs(setup, texts)

@@ -34,6 +34,8 @@ FIXED = (
 )  # fmt: skip
 # Fields without influence on training.
 FREE = ("workdir", "dry_run")
+# Fields that only the first start reads.
+INITIAL = ("data.draft_vocab_from", "train.heads_path")
 # After a change of these, held-out scores are not comparable: the best score is reset.
 SCORED = (
     "data.eval_source", "data.eval_samples", "train.lambda_decay", "train.lambda_0",

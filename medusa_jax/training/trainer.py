@@ -87,7 +87,7 @@ class Run:
         is_resumed = checkpoints.latest is not None
         changed = resume.changes(plan.workdir, plan.record) if is_resumed else {}
 
-        inputs = load(plan)
+        inputs = load(plan, is_resumed)
         job = prepare(plan, inputs)
         self.setup = inputs.setup._replace(start={})
         frozen, start = self.setup.frozen, inputs.setup.start
@@ -122,7 +122,8 @@ class Run:
             self.best = meta["best"]
         inform(f"resuming from step {meta['step']} of {self.steps} in {workdir}")
         for name, change in changed.items():
-            inform(f"changed since it was started: {name}: {change}")
+            note = ", without effect on a resumed run" if name in resume.INITIAL else ""
+            inform(f"changed since it was started: {name}: {change}{note}")
         counters = (np.int32(meta["step"]), np.int32(meta["updates"]))
         step, updates = jax.device_put(counters, replicated(self.mesh))
         return TrainState(step, updates, params, opt)
