@@ -17,6 +17,8 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.files.layouts.engines import ENGINES
 from medusa_jax.files.layouts.registry import TARGETS
+from medusa_jax.files.names import named_model
+from medusa_jax.whole_files import Json
 
 # The columns of `table`.
 FAMILIES = {
@@ -91,14 +93,13 @@ def run(flags: Flags) -> int:
         raise UserError("give --drafter the heads to convert")
     name = flags.base_name or flags.model or directory
     config = optional_json(os.path.join(directory, "config.json"))
+    if flags.to != "native":
+        name = public_name(name, config)
     export = Export(heads, BaseFiles.open(directory), name, flags.dtype)
     if not flags.dtype and flags.to != "native" and export.kind.itemsize > 2:
-        half = (
-            "float16"
-            if "float16" in (config.get("dtype"), config.get("torch_dtype"))
-            else "bfloat16"
-        )
-        export = dataclasses.replace(export, dtype=half)
+        is_float16 = "float16" in (config.get("dtype"), config.get("torch_dtype"))
+        kind = "float16" if is_float16 else "bfloat16"
+        export = dataclasses.replace(export, dtype=kind)
     inform(f"{heads.source}: {heads.layout}, {heads.heads.n_heads} heads")
     target = convert(export, flags.to, flags.out, allow_other_base=flags.allow_other_base)
     note = "" if target == flags.to else f" as --to {target}, the same for these heads"
@@ -112,16 +113,27 @@ def run(flags: Flags) -> int:
     except UserError as error:
         inform(f"no certificate was written, medusa verify --write adds it: {error}")
     if stands_for_gguf(directory) and flags.to != "native":
-        made_from = config.get("_name_or_path") or "?"
         inform(
             f"the heads were trained on a GGUF file's weights: serve the checkpoint that it was made from "
-            f"(its metadata: {made_from}), where slightly fewer guesses may be accepted; below it is MODEL"
+            f"({name}), where slightly fewer guesses may be accepted"
         )
-        name = "MODEL"
+        name = name if "/" in name else "MODEL"
     engine = flags.to if flags.to == "sglang" else target
     if command := serve_command(engine, heads.heads, name, flags.out):
         inform(f"next: {command}")
     return 0
+
+
+def public_name(name: str, config: Json) -> str:
+    """What other engines and the hub call a model: its id without a revision, or a local directory.
+
+    For a GGUF file it is the checkpoint that it was made from, as far as its config.json or its row tells.
+    """
+    if row := named_model(name):
+        return row.origin
+    if name.lower().endswith(".gguf"):
+        return str(config.get("_name_or_path") or name)
+    return name if os.path.exists(name) else name.partition("@")[0]
 
 
 def serve_command(target: str, heads: HeadsConfig, base: str, out: str) -> str:

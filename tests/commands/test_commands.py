@@ -242,6 +242,21 @@ def test_converted_heads_say_how_they_are_served(to, drafter, method, tmp_path, 
         assert found == {"method": method, "model": str(out), "num_speculative_tokens": 4}
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("a/demo@v1", "a/demo"), ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")],
+)
+def test_files_for_others_have_the_models_public_name(model, name, tmp_path, monkeypatch):
+    demo, heads = find_model(None), find_heads(None, "medusa").directory
+    monkeypatch.setattr("medusa_jax.api.find_model", lambda _: demo)
+    monkeypatch.setattr(convert, "certify", lambda *_: None)
+    flags = [f"--model={model}", f"--drafter={heads}", "--to=tgi"]
+    assert convert.main([*flags, f"--out={tmp_path / 'tgi'}"]) == 0
+    config = json.loads((tmp_path / "tgi" / "config.json").read_text())
+    assert config["base_model_name_or_path"] == name
+    assert f"base_model: {name}\n" in (tmp_path / "tgi" / "README.md").read_text()
+
+
 def test_a_converted_directory_is_complete_or_absent(tmp_path, monkeypatch, capfd):
     def full(*_):
         raise OSError(28, "No space left on device")

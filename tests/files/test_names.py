@@ -49,6 +49,7 @@ def tiny(monkeypatch, tmp_path, tokenizer_json):
         package="tiny_package",
         file="tiny.gguf",
         install="pip install tiny-package",
+        origin="owner/demo",
         sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
         sampling={"temperature": 0.5, "top_p": 0.75},
         heads="tiny",

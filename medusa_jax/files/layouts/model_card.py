@@ -34,7 +34,7 @@ def model_card(export: Export, loading: str, out: str, tree: Json) -> str:
     )
     figures = "\n".join(_held_out(stored.meta) + _calibration(tree) or [NOTHING, ""])
     # The hub refuses a base_model that is not an id.
-    id_line = f"base_model: {base}\n" if on_hub else ""
+    id_line = f"base_model: {base.partition('@')[0]}\n" if on_hub else ""
     return f"""---
 {id_line}tags:
 - speculative-decoding
