@@ -54,6 +54,12 @@ def record(workdir: str, config: Json) -> None:
         write_json(os.path.join(workdir, FILE), config)
 
 
+def scored(config: Json) -> Json:
+    """The fields that held-out scores depend on, stored in checkpoints."""
+    fields = flatten_dict(config, sep=".")
+    return {name: fields[name] for name in SCORED}
+
+
 def changes(workdir: str, config: Json) -> dict[str, str]:
     """Fields that differ from the last start: {"optim.lr": "0.001 -> 0.0005"}.
 

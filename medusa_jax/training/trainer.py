@@ -118,7 +118,10 @@ class Run:
         workdir = self.plan.workdir
         params, opt, data, meta = self.checkpoints.restore(shapes.params, shapes.opt)
         resume.check(data, self.content, self.steps, workdir)
-        if not changed.keys() & set(resume.SCORED):
+        scored = resume.scored(self.plan.record)
+        # Earlier versions saved no fields.
+        fields = {} if changed.keys() & set(resume.SCORED) else scored
+        if meta.get("scored", fields) == scored:
             self.best = meta["best"]
         inform(f"resuming from step {meta['step']} of {self.steps} in {workdir}")
         for name, change in changed.items():
@@ -206,6 +209,7 @@ class Run:
         """Start to write the checkpoint of step n."""
         state = self.state
         meta = {"step": n, "updates": int(np.asarray(state.updates)), "best": self.best}
+        meta["scored"] = resume.scored(self.plan.record)
         data = {"step": n} | self.content
         with announced("saving a checkpoint"):
             self.checkpoints.save(n, state.params, state.opt, data, meta)
