@@ -125,10 +125,7 @@ def run(flags: Flags) -> int:
 
 
 def public_name(name: str, config: Json) -> str:
-    """What other engines and the hub call a model: its id without a revision, or a local directory.
-
-    For a GGUF file it is the checkpoint that it was made from, as far as its config.json or its row tells.
-    """
+    """What other engines call a model: an id without a revision; for GGUF the original, as far as it is known."""
     if row := named_model(name):
         return row.origin
     if name.lower().endswith(".gguf"):

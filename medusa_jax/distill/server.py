@@ -26,6 +26,8 @@ from medusa_jax.whole_files import Json
 
 # Seconds for one answer, and statuses with which a server refuses one conversation.
 TIMEOUT, REFUSED = 1800, (400, 413, 422)
+# What calls and malformed replies raise.
+NO_API = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 
 
 class ServedModel(NamedTuple):
@@ -134,13 +136,7 @@ def call(url: str, read: Any, body: Json | None = None) -> Any:
         if error.code in REFUSED and body:
             raise
         raise UserError(f"{url} answers {error.reason}") from error
-    except (
-        OSError,
-        http.client.HTTPException,
-        ValueError,
-        LookupError,
-        TypeError,
-    ) as error:
+    except NO_API as error:
         raise UserError(
             f"{url} does not answer as OpenAI's API: {first_line(error)}"
         ) from error

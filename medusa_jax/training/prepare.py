@@ -34,14 +34,9 @@ def load(plan: RunPlan, is_resumed: bool) -> Inputs:
     texts = read_texts(data, plan.model.tokenizer_path, plan.workdir, vocab_size)
     if plan.drafter and plan.drafter.heads.draft_vocab:
         choose = partial(
-            draft_vocab,
-            plan.drafter.heads,
-            vocab_size,
-            mix(texts.train),
-            plan.workdir,
-            data.draft_vocab_from,
-            is_resumed,
-        )
+            draft_vocab, plan.drafter.heads, vocab_size, mix(texts.train), plan.workdir,
+            data.draft_vocab_from, is_resumed,
+        )  # fmt: skip
         setup = with_draft_vocab(setup, plan.mesh, choose)
     return Inputs(setup, texts)
 

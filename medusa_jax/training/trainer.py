@@ -219,11 +219,8 @@ class Run:
 
         A new directory appears complete; in an existing one files are replaced one by one.
         """
-        plan, setup, directory = (
-            self.plan,
-            self.setup,
-            os.path.join(self.plan.workdir, name),
-        )
+        plan, setup = self.plan, self.setup
+        directory = os.path.join(plan.workdir, name)
         recipe = {"step": n, "steps": self.steps, "config": plan.record}
         if setup.heads_recipe is not None:
             recipe["start"] = setup.heads_recipe

@@ -136,10 +136,8 @@ class TokenRows(Rows):
                 f"{directory}/tokens.npy has token ids up to {int(self.tokens.max())}, but the "
                 f"model's vocabulary has {vocab_size}: prepare it with the model's tokenizer"
             )
-        self.counted = arrays.get("counted.npy")
-        if self.counted is not None and (
-            self.counted.size != size or not np.isin(self.counted, (0, 1)).all()
-        ):
+        self.counted = arrays.get("counted.npy", np.broadcast_to(np.True_, size))
+        if self.counted.size != size or not np.isin(self.counted, (0, 1)).all():
             raise UserError(f"{directory}/counted.npy should have {size} values, 1 or 0")
         self.starts = np.asarray(starts, np.int64)
         edges = np.append(self.starts, size)
@@ -172,7 +170,7 @@ class TokenRows(Rows):
         left = np.diff(self.starts, append=self.tokens.size) - self.lengths
         runs = np.stack([self.lengths, left], axis=1)
         inside = np.repeat(np.tile([True, False], len(runs)), runs.ravel())
-        return inside if self.counted is None else inside & (self.counted != 0)
+        return inside & (self.counted != 0)
 
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
         """Row `number`; with "concat" packing each epoch cuts the text elsewhere."""
@@ -202,9 +200,7 @@ class TokenRows(Rows):
             row["tokens"][place] = self.tokens[begin:end]
             row["positions"][place] = np.arange(end - begin)
             row["segment_ids"][place] = segment
-            row["counted"][place] = (
-                True if self.counted is None else self.counted[begin:end]
-            )
+            row["counted"][place] = self.counted[begin:end]
             filled = place.stop
         return row
 
