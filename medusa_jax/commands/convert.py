@@ -106,10 +106,9 @@ def run(flags: Flags) -> int:
     inform(f"wrote {flags.out}{note}; {flags.out}/README.md says how to load it")
     try:
         # Of the heads before they are written, so that it shows a wrong writer; int8 exists in the file alone.
-        source = (
-            (flags.out, "") if flags.dtype == "int8" else (flags.drafter, export.kind.name)
-        )
-        certify(flags.model, source[0], flags.out, source[1])
+        is_int8 = flags.dtype == "int8"
+        source, kind = (flags.out, "") if is_int8 else (flags.drafter, export.kind.name)
+        certify(flags.model, source, flags.out, kind)
     except UserError as error:
         inform(f"no certificate was written, medusa verify --write adds it: {error}")
     if stands_for_gguf(directory) and flags.to != "native":

@@ -145,12 +145,9 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         temperature = 0.0 if mode == "continue" else 0.3
         flags = dataclasses.replace(flags, temperature=temperature)
     options = Options(
-        max_new_tokens=flags.max_new_tokens,
-        temperature=temperature,
-        top_p=flags.top_p,
-        repetition_penalty=flags.repetition_penalty,
-        seed=flags.seed,
-    )
+        max_new_tokens=flags.max_new_tokens, temperature=temperature, top_p=flags.top_p,
+        repetition_penalty=flags.repetition_penalty, seed=flags.seed,
+    )  # fmt: skip
     out = Path(flags.out)
     values, served = dataclasses.asdict(flags), None
     if flags.server:

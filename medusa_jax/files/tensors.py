@@ -38,10 +38,9 @@ def open_safetensors(path: str) -> Tensors:
         shape = tuple(view.get_shape())
 
         def read(index: Index) -> np.ndarray:
-            try:
+            try:  # it may be empty, or of a type that NumPy lacks
                 return np.asarray(view[index])
             except (SafetensorError, OSError, AttributeError) as error:
-                # Such as an empty tensor, or a type that NumPy lacks.
                 raise UserError(f"{path}: {name!r} cannot be read: {error}") from error
 
         return Tensor(path, shape, kind, read, name=name)

@@ -189,7 +189,19 @@ def _read_archive(path: str, archive: zipfile.ZipFile) -> Tensors:
     if not isinstance(tree, _Dict):
         raise ValueError("it holds no dictionary of tensors")
     file = np.memmap(path, np.uint8, "r")
-    stored = functools.cache(lambda member: _stored(path, file, members[member]))
+
+    @functools.cache
+    def read(member: str) -> np.ndarray:
+        """The bytes of a storage; only the first call verifies their checksum, since tensors are read in parts."""
+        info = members[member]
+        # After a header of 30 bytes, whose end has the lengths of the name and the extra field that follow.
+        begin = info.header_offset + 30
+        begin += sum(struct.unpack("<HH", file[begin - 4 : begin].tobytes()))
+        data = file[begin : begin + info.file_size]
+        if data.size < info.file_size or zlib.crc32(data) != info.CRC:
+            raise UserError(f"{path} is damaged: Bad CRC-32 of {member}")
+        return data
+
     tensors: Tensors = {}
     for name, view in tree.items():
         if not isinstance(view, _View):
@@ -199,26 +211,8 @@ def _read_archive(path: str, archive: zipfile.ZipFile) -> Tensors:
         if view.storage.size * view.storage.dtype.itemsize > size:
             raise ValueError(f"the bytes of {name!r} are missing or cut short")
         archive.open(member).close()  # checks the place of the bytes
-        tensors[name] = _tensor(path, name, view, stored(member))
+        tensors[name] = _tensor(path, name, view, functools.partial(read, member))
     return tensors
-
-
-def _stored(path: str, file: np.ndarray, info: zipfile.ZipInfo) -> Callable[[], np.ndarray]:
-    """Read the bytes of a storage; only the first call verifies their checksum, since tensors are read in parts."""
-    # After a header of 30 bytes, whose end has the lengths of the name and of the extra field that follow.
-    begin = info.header_offset + 30
-    begin += sum(struct.unpack("<HH", file[begin - 4 : begin].tobytes()))
-    data = file[begin : begin + info.file_size]
-    if data.size < info.file_size:
-        raise ValueError(f"the bytes of {info.filename} are cut short")
-
-    @functools.cache
-    def read() -> np.ndarray:
-        if zlib.crc32(data) != info.CRC:
-            raise UserError(f"{path} is damaged: Bad CRC-32 of {info.filename}")
-        return data
-
-    return read
 
 
 def _tensor(path: str, name: str, view: _View, stored: Callable[[], np.ndarray]) -> Tensor:

@@ -39,8 +39,7 @@ def draft_vocab(
 ) -> np.ndarray:  # fmt: skip
     """Ids of the `heads.draft_vocab` most frequent tokens, ascending.
 
-    Chosen at the first start; a resumed run reads them from its workdir. A start that made no checkpoint may have
-    left others there.
+    Chosen at each start without a checkpoint; a resumed run reads them from its workdir.
 
     Args:
       source: token counts (`data.draft_vocab_from`); "": those of `rows`.

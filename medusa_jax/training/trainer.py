@@ -119,9 +119,8 @@ class Run:
         params, opt, data, meta = self.checkpoints.restore(shapes.params, shapes.opt)
         resume.check(data, self.content, self.steps, workdir)
         scored = resume.scored(self.plan.record)
-        # Earlier versions saved no fields.
-        fields = {} if changed.keys() & set(resume.SCORED) else scored
-        if meta.get("scored", fields) == scored:
+        in_earlier_versions = {} if changed.keys() & set(resume.SCORED) else scored
+        if meta.get("scored", in_earlier_versions) == scored:
             self.best = meta["best"]
         inform(f"resuming from step {meta['step']} of {self.steps} in {workdir}")
         for name, change in changed.items():

@@ -26,8 +26,8 @@ class API(BaseHTTPRequestHandler):
         if body["messages"][-1]["content"] == "refuse":
             return self.send({"error": {"message": "too long"}}, 400)
         message = {"role": "assistant", "content": "the cat"}
-        thoughts = {"in a bar": "reasoning_content", "the": "reasoning"}
-        if name := thoughts.get(body["messages"][-1]["content"]):
+        names = {"in a bar": "reasoning_content", "the": "reasoning"}
+        if name := names.get(body["messages"][-1]["content"]):
             message[name] = "a cat in the bar\n"
         finish = "length" if "cut" in body["messages"][-1]["content"] else "stop"
         return self.send(
@@ -59,13 +59,8 @@ def test_a_server_answers(url, tmp_path, monkeypatch, capsys):
     asked = [["in a bar", "and"], ["refuse"], ["a cut"], ["the"]]
     seeds = write_lines(tmp_path / "seeds.jsonl", ({"turns": turns} for turns in asked))
     out = tmp_path / "out"
-    flags = [
-        f"--model={tmp_path / 'm'}",
-        f"--prompts={seeds}",
-        f"--out={out}",
-        f"--server={url}",
-        "--seed=5",
-    ]
+    flags = [f"--model={tmp_path / 'm'}", f"--prompts={seeds}", f"--out={out}"]
+    flags += [f"--server={url}", "--seed=5"]
     assert distill.main([*flags, "--mode=self_talk"]) == 2
     assert distill.main(flags) == 0
     said = capsys.readouterr().err
@@ -76,7 +71,6 @@ def test_a_server_answers(url, tmp_path, monkeypatch, capsys):
     assert [line.get("cut", False) for line in lines] == [False, False, True, False]
     answer = {"role": "assistant", "content": "the cat"}
     assert lines[0]["messages"][3] == answer
-    # Reasoning under the name that training reads, and not sent back.
     thought = answer | {"reasoning_content": "a cat in the bar"}
     assert lines[0]["messages"][1] == lines[3]["messages"][1] == thought
     counts = [a["tokens"] for line in lines for a in line["answers"]]

@@ -263,14 +263,13 @@ def test_values_that_are_no_numbers(value, dtype, copy):
     fails(path, rf"pytorch_model\.bin {message}")
 
 
-def test_tensors_that_cannot_be_read(tmp_path):
-    """An empty one, and one of a type that NumPy lacks."""
-    file, pairs = tmp_path / "x.safetensors", {"data_offsets": [0, 0], "shape": [0, 2]}
-    for kind in ("F32", "F8_E4M3"):
-        header = json.dumps({"x": pairs | {"dtype": kind}}).encode()
-        file.write_bytes(struct.pack("<Q", len(header)) + header)
-        with refused(f"{file}: 'x' cannot be read"):
-            read_whole(tensors.open_safetensors(str(file))["x"])
+@pytest.mark.parametrize("kind", ["F32", "F8_E4M3"])
+def test_tensors_that_cannot_be_read(tmp_path, kind):
+    header = b'{"x": {"dtype": "%s", "shape": [0], "data_offsets": [0, 0]}}' % kind.encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    with refused(f"{file}: 'x' cannot be read"):
+        read_whole(tensors.open_safetensors(str(file))["x"])
 
 
 def test_values_that_the_type_cannot_hold(copy):

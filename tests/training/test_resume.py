@@ -165,13 +165,9 @@ def test_every_field_is_refused_or_logged_or_free(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "scored", "best"),
-    [
-        ("train.levels", None, np.inf),
-        ("optim.lr", None, 1.5),
-        ("optim.lr", {"data.eval_source": "old"}, np.inf),
-        ("train.levels", {}, 1.5),
-    ],
-)
+    [("train.levels", None, np.inf), ("optim.lr", None, 1.5),
+     ("optim.lr", {"data.eval_source": "old"}, np.inf), ("train.levels", {}, 1.5)],
+)  # fmt: skip
 def test_the_best_score_counts_while_scores_are_comparable(tmp_path, name, scored, best):
     """With more levels the score is the sum of more losses. A start that made no checkpoint changes nothing."""
     run, one = object.__new__(Run), np.int32(1)

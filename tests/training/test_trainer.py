@@ -269,8 +269,7 @@ def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
     assert draft_vocab(HeadsConfig(draft_vocab=3), *given).tolist() == [9, 33, 60]
     counts[5] = 4
     np.save(folder / vocabulary.COUNTS, counts)
+    assert draft_vocab(HeadsConfig(draft_vocab=3), *given, True).tolist() == [9, 33, 60]
     assert draft_vocab(HeadsConfig(draft_vocab=3), *given).tolist() == [5, 33, 60]
-    np.save(folder / vocabulary.COUNTS, counts[::-1])
-    assert draft_vocab(HeadsConfig(draft_vocab=3), *given, True).tolist() == [5, 33, 60]
     with pytest.raises(UserError, match="should hold 4 ascending token ids below 64"):
         draft_vocab(HeadsConfig(draft_vocab=4), *given, True)

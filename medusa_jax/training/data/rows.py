@@ -112,7 +112,7 @@ class TokenRows(Rows):
     Attributes:
       part: "train" and "held out" divide the samples by `DataConfig.held_out`; "" has all.
       lengths: number of tokens that rows contain of each sample.
-      beyond: number of targets of any part that are after `seq_len` tokens of their sample, and of all targets.
+      beyond: "5 of 90" if 5 targets of all parts are after `seq_len` tokens of their sample, "" if none is.
     """
 
     def __init__(
@@ -146,11 +146,12 @@ class TokenRows(Rows):
                 f"{directory}/doc_starts.npy must rise from 0 to at most {size}"
             )
         self.lengths = np.diff(self.starts, append=size)
-        total = self._targets().sum()
+        self.beyond = ""
         if cfg.packing == "first_fit":
+            total = self._targets().sum()
             self.lengths = np.minimum(self.lengths, cfg.seq_len)
-        self.beyond = total - self._targets().sum(), total
-        if cfg.packing == "first_fit":
+            lost = total - self._targets().sum()
+            self.beyond = f"{lost} of {total}" if lost else ""
             if part:
                 is_held_out = held_out(self.starts.size, cfg.held_out)
                 self.lengths[is_held_out if part == "train" else ~is_held_out] = 0

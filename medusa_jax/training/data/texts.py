@@ -47,9 +47,8 @@ def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) 
     def rows(source: str, pack: DataConfig, part: str, shuffle: bool = True) -> TokenRows:
         directory = token_directory(source, tokenizer, pack, workdir)
         text = TokenRows(directory, pack, vocab_size, shuffle, part)
-        lost, total = text.beyond
-        if lost and part != "held out":
-            inform(f"{source}: {lost} of {total} counted tokens lie beyond data.seq_len")
+        if text.beyond and part != "held out":
+            inform(f"{source}: {text.beyond} counted tokens lie beyond data.seq_len")
         return text
 
     names = sources.names(data.source)
