@@ -198,7 +198,7 @@ def _read_archive(path: str, archive: zipfile.ZipFile) -> Tensors:
         begin = info.header_offset + 30
         begin += sum(struct.unpack("<HH", file[begin - 4 : begin].tobytes()))
         data = file[begin : begin + info.file_size]
-        if data.size < info.file_size or zlib.crc32(data) != info.CRC:
+        if data.size < info.file_size or zlib.crc32(data.data) != info.CRC:
             raise UserError(f"{path} is damaged: Bad CRC-32 of {member}")
         return data
 

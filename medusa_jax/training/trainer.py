@@ -207,8 +207,8 @@ class Run:
     def save(self, n: int) -> None:
         """Start to write the checkpoint of step n."""
         state = self.state
-        meta = {"step": n, "updates": int(np.asarray(state.updates)), "best": self.best}
-        meta["scored"] = resume.scored(self.plan.record)
+        scored, updates = resume.scored(self.plan.record), int(np.asarray(state.updates))
+        meta = {"step": n, "updates": updates, "best": self.best, "scored": scored}
         data = {"step": n} | self.content
         with announced("saving a checkpoint"):
             self.checkpoints.save(n, state.params, state.opt, data, meta)
