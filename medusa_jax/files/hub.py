@@ -14,8 +14,9 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 HEAD_FILES = [
     "heads.json", "heads.safetensors", "tree.json", "config.json", "adapter_config.json", "certificate/*",
 ]  # fmt: skip
-# The folder of named chat templates.
+# The folder of named chat templates, and the folders to fetch files from, whose names begin differently.
 TEMPLATES_FOLDER = "additional_chat_templates"
+FOLDERS = (TEMPLATES_FOLDER, "certificate")
 # Files of models and heads, which no result may replace.
 KEPT_FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "config.json", "*_config.json",
@@ -76,8 +77,8 @@ def is_here(path_or_id: str) -> bool:
 def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
     from huggingface_hub import snapshot_download
 
-    # Folders but for TEMPLATES_FOLDER; a second copy of the weights in the publisher's layout.
-    skipped = ["[!a]*/*", "consolidated*"]
+    # "consolidated" is a second copy of the weights in the publisher's layout.
+    skipped = [*_other_folders(), "consolidated*"]
     # Errors of the network and the server have no stable type: the hub library changes its HTTP stack between
     # versions.
     try:
@@ -93,6 +94,14 @@ def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
             "the network, unset HF_HUB_OFFLINE; for a gated or private repository accept its terms at "
             f"https://huggingface.co/{repo} and run `hf auth login`; or give a local directory instead"
         ) from error
+
+
+def _other_folders() -> list[str]:
+    """Patterns of files in folders other than `FOLDERS`; `*` of the hub's patterns matches "/" too."""
+    first = "".join(name[0] for name in FOLDERS)
+    begun = [(name[:n], name[n:][:1]) for name in FOLDERS for n in range(1, len(name) + 1)]
+    patterns = [f"{begin}/*" for begin, letter in begun if letter]
+    return patterns + [f"{begin}[!/{letter}]*/*" for begin, letter in [("", first), *begun]]
 
 
 def refuse_model(path: str, flag: str) -> None:
