@@ -8,15 +8,17 @@ from medusa_jax.errors import UserError, did_you_mean, first_line
 from medusa_jax.files.json_files import read_json
 from medusa_jax.files.names import NAMES, file_of, named_model
 
-MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
-TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+# The folder of named chat templates.
+TEMPLATES_FOLDER = "additional_chat_templates"
+TEMPLATES = f"{TEMPLATES_FOLDER}/*.jinja"
+MODEL_FILES = ["*.json", "*.jinja", TEMPLATES, "tokenizer.model", "*.txt"]
+TOKENIZER_FILES = ["*.json", "*.jinja", TEMPLATES, "*.model", "*.txt"]
 # Descriptions of draft heads, and this project's weights of heads.
 HEAD_FILES = [
     "heads.json", "heads.safetensors", "tree.json", "config.json", "adapter_config.json", "certificate/*",
 ]  # fmt: skip
-# The folder of named chat templates, and the folders to fetch files from, whose names begin differently.
-TEMPLATES_FOLDER = "additional_chat_templates"
-FOLDERS = (TEMPLATES_FOLDER, "certificate")
+# Files in folders (the hub's `*` matches "/"), and a second copy of the weights in the publisher's layout.
+SKIPPED = ["*/*", "consolidated*"]
 # Files of models and heads, which no result may replace.
 KEPT_FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "config.json", "*_config.json",
@@ -77,31 +79,24 @@ def is_here(path_or_id: str) -> bool:
 def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
     from huggingface_hub import snapshot_download
 
-    # "consolidated" is a second copy of the weights in the publisher's layout.
-    skipped = [*_other_folders(), "consolidated*"]
     # Errors of the network and the server have no stable type: the hub library changes its HTTP stack between
     # versions.
     try:
-        return snapshot_download(
-            repo,
-            revision=revision or None,
-            allow_patterns=patterns,
-            ignore_patterns=skipped,
-        )
+        for folders in (False, True):
+            if wanted := [x for x in patterns if ("/" in x) == folders]:
+                directory = snapshot_download(
+                    repo,
+                    revision=revision or None,
+                    allow_patterns=wanted,
+                    ignore_patterns=None if folders else SKIPPED,
+                )
+        return directory
     except Exception as error:
         raise UserError(
             f"{repo} is no local directory, and the hub could not be read ({type(error).__name__}: {first_line(error)}): check the name and "
             "the network, unset HF_HUB_OFFLINE; for a gated or private repository accept its terms at "
             f"https://huggingface.co/{repo} and run `hf auth login`; or give a local directory instead"
         ) from error
-
-
-def _other_folders() -> list[str]:
-    """Patterns of files in folders other than `FOLDERS`; `*` of the hub's patterns matches "/" too."""
-    first = "".join(name[0] for name in FOLDERS)
-    begun = [(name[:n], name[n:][:1]) for name in FOLDERS for n in range(1, len(name) + 1)]
-    patterns = [f"{begin}/*" for begin, letter in begun if letter]
-    return patterns + [f"{begin}[!/{letter}]*/*" for begin, letter in [("", first), *begun]]
 
 
 def refuse_model(path: str, flag: str) -> None:
