@@ -27,11 +27,11 @@ from medusa_jax.training.functions import HeadFunctions
 RANK, RATE, WARM_UP = 8, 1e-3, 10
 # Steps after each answer. A step learns from this many windows of answers, and from as many of rehearsal; it first reads
 # this many further texts to rehearse.
-STEPS, WINDOWS, REHEARSED = 4, 4, 2
+STEPS, WINDOWS, REHEARSED = 2, 4, 2
 # Largest decay of the adapter's running mean, which forgets less than the newest adapter.
 MEAN = 0.98
 # Drafts use this share of the adapter: other text then loses half as much, the learned kind keeps most of its gain.
-IN_USE = 0.6
+IN_USE = 0.8
 # Learned positions whose logits exist at a time.
 CHUNK = 32
 # Levels of drafts in the loss, if they share their layers: with one, other text loses twice as much in the deeper ones
