@@ -30,7 +30,7 @@ RANK, RATE, WARM_UP = 8, 1e-3, 10
 STEPS, WINDOWS, REHEARSED = 2, 4, 2
 # Largest decay of the adapter's running mean, which forgets less than the newest adapter.
 MEAN = 0.98
-# Drafts use this share of the adapter: other text then loses half as much, the learned kind keeps most of its gain.
+# Drafts use this share of the adapter: other text then loses a quarter less, the learned kind hardly any of its gain.
 IN_USE = 0.8
 # Learned positions whose logits exist at a time.
 CHUNK = 32
