@@ -186,7 +186,7 @@ class TrainConfig:
     # EAGLE, on the first level: + induction_weight x lambda_decay x mean of -log of the share of attention that the
     # first layer gives to earlier occurrences of the token to predict, 0 if there are none (`training/losses/induction.py`).
     induction_weight: float = 0.0
-    # Noise on the hidden states that heads read in training: uniform(-1, 1) x this / sqrt(L d).
+    # Noise on the hidden states that heads read in training: uniform(-1, 1) x this / sqrt(L d), d: width of all they read.
     hidden_noise: float = 0.0
     # Steps between log lines.
     log_every: Positive = 10

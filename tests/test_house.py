@@ -160,8 +160,8 @@ def test_no_circle_inside_a_room():
 # Budgets with 3% of slack, set when a large change ends. Lines of all files that decoding reaches by imports, with plain
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
 GENERATE_LINES = 6_800
-LINES, CHARACTERS = 51_260, 2_104_000
-TEST_LINES, SITE_WORDS = 32_240, 18_550
+LINES, CHARACTERS = 51_340, 2_108_500
+TEST_LINES, SITE_WORDS = 32_420, 18_650
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",
@@ -198,7 +198,7 @@ def test_what_a_reader_of_decoding_cannot_avoid():
 LOADED = {
     "decode.py --prompt hi --max_new_tokens 2": 16_480,
     "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 17_190,
-    "train.py --config=configs/demo_medusa.py --config.dry_run": 12_560,
+    "train.py --config=configs/demo_medusa.py --config.dry_run": 12_600,
 }
 COUNT_LOADED = """
 import atexit, runpy, sys

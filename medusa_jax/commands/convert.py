@@ -17,6 +17,8 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.files.layouts.engines import ENGINES
 from medusa_jax.files.layouts.registry import TARGETS
+from medusa_jax.files.names import named_model
+from medusa_jax.whole_files import Json
 
 # The columns of `table`.
 FAMILIES = {
@@ -91,37 +93,43 @@ def run(flags: Flags) -> int:
         raise UserError("give --drafter the heads to convert")
     name = flags.base_name or flags.model or directory
     config = optional_json(os.path.join(directory, "config.json"))
+    if flags.to != "native":
+        name = public_name(name, config)
     export = Export(heads, BaseFiles.open(directory), name, flags.dtype)
     if not flags.dtype and flags.to != "native" and export.kind.itemsize > 2:
-        half = (
-            "float16"
-            if "float16" in (config.get("dtype"), config.get("torch_dtype"))
-            else "bfloat16"
-        )
-        export = dataclasses.replace(export, dtype=half)
+        is_float16 = "float16" in (config.get("dtype"), config.get("torch_dtype"))
+        kind = "float16" if is_float16 else "bfloat16"
+        export = dataclasses.replace(export, dtype=kind)
     inform(f"{heads.source}: {heads.layout}, {heads.heads.n_heads} heads")
     target = convert(export, flags.to, flags.out, allow_other_base=flags.allow_other_base)
     note = "" if target == flags.to else f" as --to {target}, the same for these heads"
     inform(f"wrote {flags.out}{note}; {flags.out}/README.md says how to load it")
     try:
         # Of the heads before they are written, so that it shows a wrong writer; int8 exists in the file alone.
-        source = (
-            (flags.out, "") if flags.dtype == "int8" else (flags.drafter, export.kind.name)
-        )
-        certify(flags.model, source[0], flags.out, source[1])
+        is_int8 = flags.dtype == "int8"
+        source, kind = (flags.out, "") if is_int8 else (flags.drafter, export.kind.name)
+        certify(flags.model, source, flags.out, kind)
     except UserError as error:
         inform(f"no certificate was written, medusa verify --write adds it: {error}")
     if stands_for_gguf(directory) and flags.to != "native":
-        made_from = config.get("_name_or_path") or "?"
         inform(
             f"the heads were trained on a GGUF file's weights: serve the checkpoint that it was made from "
-            f"(its metadata: {made_from}), where slightly fewer guesses may be accepted; below it is MODEL"
+            f"({name}), where slightly fewer guesses may be accepted"
         )
-        name = "MODEL"
+        name = name if "/" in name else "MODEL"
     engine = flags.to if flags.to == "sglang" else target
     if command := serve_command(engine, heads.heads, name, flags.out):
         inform(f"next: {command}")
     return 0
+
+
+def public_name(name: str, config: Json) -> str:
+    """What other engines call a model: an id without a revision; for GGUF the original, as far as it is known."""
+    if row := named_model(name):
+        return row.origin
+    if name.lower().endswith(".gguf"):
+        return str(config.get("_name_or_path") or name)
+    return name if os.path.exists(name) else name.partition("@")[0]
 
 
 def serve_command(target: str, heads: HeadsConfig, base: str, out: str) -> str:

@@ -102,6 +102,7 @@ def run(flags: Flags) -> int:
     from medusa_jax import hosts
     from medusa_jax.api import find_model
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
+    from medusa_jax.files.hf_config import read_config
     from medusa_jax.files.hub import refuse_model
     from medusa_jax.programs import use_compilation_cache
     from medusa_jax.text.chat import is_chat_directory
@@ -114,10 +115,10 @@ def run(flags: Flags) -> int:
         seeds, mode = silent_seeds(flags.ask), "self_talk"
     else:
         assert flags.prompts is not None
-        seeds = read_seeds(flags.prompts, flags.split, flags.limit)
-        chat = flags.mode == "auto" and is_chat_directory(
-            find_model(flags.model), flags.model
-        )
+        directory = find_model(flags.model)
+        vocab_size = read_config(directory).vocab_size
+        seeds = read_seeds(flags.prompts, flags.split, flags.limit, vocab_size)
+        chat = flags.mode == "auto" and is_chat_directory(directory, flags.model)
         mode = mode_for(seeds, flags.mode, chat)
     if mode == "continue":
         seeds = [s for s in seeds if s.prompt]
@@ -144,12 +145,9 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         temperature = 0.0 if mode == "continue" else 0.3
         flags = dataclasses.replace(flags, temperature=temperature)
     options = Options(
-        max_new_tokens=flags.max_new_tokens,
-        temperature=temperature,
-        top_p=flags.top_p,
-        repetition_penalty=flags.repetition_penalty,
-        seed=flags.seed,
-    )
+        max_new_tokens=flags.max_new_tokens, temperature=temperature, top_p=flags.top_p,
+        repetition_penalty=flags.repetition_penalty, seed=flags.seed,
+    )  # fmt: skip
     out = Path(flags.out)
     values, served = dataclasses.asdict(flags), None
     if flags.server:

@@ -100,8 +100,11 @@ def talk(
             answer = answer.strip()
             if not answer:
                 raise TalkEnd("an empty answer")
-            messages.append({"role": "assistant", "content": answer})
-            records.append({"tokens": len(ids), "steps": result.steps, "finish": finish})
+            thoughts = getattr(result, "thoughts", "")  # of a server's model
+            fields = {"reasoning_content": thoughts} if thoughts else {}
+            messages.append({"role": "assistant", "content": answer} | fields)
+            count = len(ids) + len(tokenizer.encode(thoughts))
+            records.append({"tokens": count, "steps": result.steps, "finish": finish})
             if finish != "stop":
                 raise TalkEnd(f"the answer was cut off ({finish})")
     except (TalkEnd, SampleError) as end:

@@ -39,14 +39,14 @@ class Seed:
     silent: bool = False
 
 
-def read_seed(number: int, record: object) -> Seed:
+def read_seed(number: int, record: object, vocab_size: int = 2**31) -> Seed:
     """Parse a record of any common format; one that asks nothing gives a seed without turns and prompt.
 
     `{"prompt": ...}`, `{"prompt_ids": [...]}`, `{"turns": [...]}` (MT-bench), or a form of training data
     (`training/data/conversations.py`).
 
     Raises:
-      UserError: the reason why none of its turns can be read.
+      UserError: the reason why none of its turns can be read, or ids that are not tokens.
     """
     if not isinstance(record, dict):
         return Seed(number)
@@ -56,7 +56,9 @@ def read_seed(number: int, record: object) -> Seed:
     name = conversations.field_of(record, (*conversations.TURNS, "prompt_ids", "prompt"))
     prompt = record.get(name)
     if name == "prompt_ids" and isinstance(prompt, list):
-        return Seed(number, prompt if all(isinstance(i, int) for i in prompt) else "")
+        if not all(type(i) is int and 0 <= i < vocab_size for i in prompt):
+            raise UserError(f"prompt_ids that are not token ids below {vocab_size}")
+        return Seed(number, prompt)
     texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
     problem = ""
     for turn in conversations.turns_of(record, answered=False).turns:
@@ -70,7 +72,7 @@ def read_seed(number: int, record: object) -> Seed:
     return Seed(number, text, system, tuple(texts["user"]))
 
 
-def read_seeds(source: str, split: str, limit: int) -> list[Seed]:
+def read_seeds(source: str, split: str, limit: int, vocab_size: int = 2**31) -> list[Seed]:
     """All seeds of a file or hub dataset; says which records ask nothing.
 
     Raises:
@@ -82,7 +84,8 @@ def read_seeds(source: str, split: str, limit: int) -> list[Seed]:
     seeds, problems = [], {}
     for number, record in enumerate(records):
         try:
-            seed, problem = read_seed(number, sources.parse(record)), "nothing to ask"
+            seed = read_seed(number, sources.parse(record), vocab_size)
+            problem = "nothing to ask"
         except UserError as error:
             seed, problem = Seed(number), str(error)
         seeds.append(seed)

@@ -20,11 +20,14 @@ from medusa_jax.distill.writer import Writer
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.files.hf import model_shape
 from medusa_jax.text.tokenizer import Tokenizer, load_tokenizer
+from medusa_jax.training.data.conversations import THOUGHTS_IN
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 # Seconds for one answer, and statuses with which a server refuses one conversation.
 TIMEOUT, REFUSED = 1800, (400, 413, 422)
+# What calls and malformed replies raise.
+NO_API = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 
 
 class ServedModel(NamedTuple):
@@ -71,11 +74,12 @@ class ServerWriter(Writer):
         for _ in turns[: self.batch_size]:
             threading.Thread(target=work, daemon=True).start()
         start, spent, current = time.perf_counter(), self.seconds, 0
+        encode = self.model.tokenizer.encode
         for _ in turns:
             i, result = done.get()
             if isinstance(result, Exception):
                 raise result
-            current += len(result.token_ids)
+            current += len(result.token_ids) + len(encode(result.thoughts))
             self.seconds = spent + time.perf_counter() - start
             self.show(current)
             take(i, result)
@@ -83,24 +87,33 @@ class ServerWriter(Writer):
 
     def ask(self, turn: Turn, number: int) -> SimpleNamespace:
         """The server's answer in the form of a `Result`; an empty one if it refuses this conversation."""
-        options, text, finish = self.options, "", "stop"
+        options, fields = self.options, ("role", "content")
         body = {
             "model": self.model.name,
-            "messages": list(turn.messages),
+            "messages": [{x: said[x] for x in fields} for said in turn.messages],
             "max_tokens": options.max_new_tokens,
             "temperature": options.temperature,
             "top_p": options.top_p,
             "seed": options.seed + number,
         }
         try:
-            choice = call(
-                f"{self.model.url}/chat/completions", lambda x: x["choices"][0], body
-            )
-            text, finish = choice["message"]["content"] or "", choice["finish_reason"]
+            answer = call(f"{self.model.url}/chat/completions", answer_of, body)
         except urllib.error.HTTPError as error:
             inform(f"seed {number} is refused: {error.reason}")
-        ids = self.model.tokenizer.encode(text)
-        return SimpleNamespace(token_ids=ids, text=text, finish_reason=finish, steps=0)
+            answer = SimpleNamespace(text="", thoughts="", finish_reason="stop")
+        answer.token_ids, answer.steps = self.model.tokenizer.encode(answer.text), 0
+        return answer
+
+
+def answer_of(reply: Any) -> SimpleNamespace:
+    """A reply in the form of a `Result`, with the reasoning, under llama.cpp's or vLLM's name, as `thoughts`."""
+    message = reply["choices"][0]["message"]
+    fields = (message.get(name) for name in THOUGHTS_IN)
+    return SimpleNamespace(
+        text=message["content"] or "",
+        thoughts=next((x.strip() for x in fields if isinstance(x, str) and x), ""),
+        finish_reason=reply["choices"][0]["finish_reason"],
+    )
 
 
 def call(url: str, read: Any, body: Json | None = None) -> Any:
@@ -123,13 +136,7 @@ def call(url: str, read: Any, body: Json | None = None) -> Any:
         if error.code in REFUSED and body:
             raise
         raise UserError(f"{url} answers {error.reason}") from error
-    except (
-        OSError,
-        http.client.HTTPException,
-        ValueError,
-        LookupError,
-        TypeError,
-    ) as error:
+    except NO_API as error:
         raise UserError(
             f"{url} does not answer as OpenAI's API: {first_line(error)}"
         ) from error

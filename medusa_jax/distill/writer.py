@@ -97,17 +97,12 @@ class Writer:
         if self.mode == "continue":
             talks = [continuation(seed, prompt_of(model, seed)) for seed in seeds]
         else:
-            talks = [
-                talk(
-                    seed,
-                    model.tokenizer,
-                    model.config,
-                    self.chat_template,
-                    self_talk=self.mode == "self_talk",
-                    max_turns=self.max_turns,
-                )
-                for seed in seeds
-            ]
+            about = model.tokenizer, model.config, self.chat_template
+            limits: Json = {
+                "self_talk": self.mode == "self_talk",
+                "max_turns": self.max_turns,
+            }
+            talks = [talk(seed, *about, **limits) for seed in seeds]
         numbers = [seed.number for seed in seeds]
         converse(list(zip(numbers, talks)), self.decode, on_end)
 

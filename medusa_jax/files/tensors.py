@@ -7,7 +7,7 @@ import numpy as np
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.json_files import read_json
-from medusa_jax.files.tensor import Tensor, Tensors
+from medusa_jax.files.tensor import Index, Tensor, Tensors
 from medusa_jax.whole_files import replacing
 
 # In order of preference.
@@ -36,7 +36,14 @@ def open_safetensors(path: str) -> Tensors:
         view = handle.get_slice(name)
         kind = _SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
         shape = tuple(view.get_shape())
-        return Tensor(path, shape, kind, lambda index: view[index], name=name)
+
+        def read(index: Index) -> np.ndarray:
+            try:  # it may be empty, or of a type that NumPy lacks
+                return np.asarray(view[index])
+            except (SafetensorError, OSError, AttributeError) as error:
+                raise UserError(f"{path}: {name!r} cannot be read: {error}") from error
+
+        return Tensor(path, shape, kind, read, name=name)
 
     return {name: tensor(name) for name in names}
 

@@ -5,10 +5,14 @@ the raw bytes of each storage. A pickle is a program: only the opcodes and names
 dictionary of tensors, the names stand for functions here, and every view must be within the stored bytes.
 """
 
+import functools
 import io
 import math
 import pickle
+import struct
 import zipfile
+import zlib
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import ml_dtypes
@@ -184,6 +188,20 @@ def _read_archive(path: str, archive: zipfile.ZipFile) -> Tensors:
     tree = _Unpickler(io.BytesIO(archive.read(pickles[0]))).load()
     if not isinstance(tree, _Dict):
         raise ValueError("it holds no dictionary of tensors")
+    file = np.memmap(path, np.uint8, "r")
+
+    @functools.cache
+    def read(member: str) -> np.ndarray:
+        """The bytes of a storage; only the first call verifies their checksum, since tensors are read in parts."""
+        info = members[member]
+        # After a header of 30 bytes, whose end has the lengths of the name and the extra field that follow.
+        begin = info.header_offset + 30
+        begin += sum(struct.unpack("<HH", file[begin - 4 : begin].tobytes()))
+        data = file[begin : begin + info.file_size]
+        if data.size < info.file_size or zlib.crc32(data.data) != info.CRC:
+            raise UserError(f"{path} is damaged: Bad CRC-32 of {member}")
+        return data
+
     tensors: Tensors = {}
     for name, view in tree.items():
         if not isinstance(view, _View):
@@ -193,22 +211,17 @@ def _read_archive(path: str, archive: zipfile.ZipFile) -> Tensors:
         if view.storage.size * view.storage.dtype.itemsize > size:
             raise ValueError(f"the bytes of {name!r} are missing or cut short")
         archive.open(member).close()  # checks the place of the bytes
-        tensors[name] = _tensor(path, name, view, member)
+        tensors[name] = _tensor(path, name, view, functools.partial(read, member))
     return tensors
 
 
-def _tensor(path: str, name: str, view: _View, member: str) -> Tensor:
+def _tensor(path: str, name: str, view: _View, stored: Callable[[], np.ndarray]) -> Tensor:
     kind = view.storage.dtype
 
     def read(index: Index) -> np.ndarray:
         if not math.prod(view.shape):
             return np.empty(view.shape, kind)[index]
-        try:
-            with zipfile.ZipFile(path) as archive:
-                data = archive.read(member)
-        except (OSError, zipfile.BadZipFile, EOFError) as error:
-            raise UserError(f"{path} is damaged: {first_line(error)}") from error
-        flat = np.frombuffer(data, kind, view.storage.size)[view.offset :]
+        flat = np.frombuffer(stored(), kind, view.storage.size)[view.offset :]
         steps = [step * kind.itemsize for step in view.strides]
         # Safe: `_view` has checked that the last element is within the storage.
         array = np.lib.stride_tricks.as_strided(flat, view.shape, steps, writeable=False)

@@ -34,11 +34,12 @@ def with_draft_vocab(setup: Setup, mesh: Mesh, choose: Callable[[], np.ndarray])
 
 
 def draft_vocab(
-    heads: HeadsConfig, vocab_size: int, rows: Rows, workdir: str, source: str = ""
-) -> np.ndarray:
+    heads: HeadsConfig, vocab_size: int, rows: Rows, workdir: str, source: str = "",
+    is_resumed: bool = False,
+) -> np.ndarray:  # fmt: skip
     """Ids of the `heads.draft_vocab` most frequent tokens, ascending.
 
-    Chosen at the first start; a resumed run reads them from its workdir.
+    Chosen at each start without a checkpoint; a resumed run reads them from its workdir.
 
     Args:
       source: token counts (`data.draft_vocab_from`); "": those of `rows`.
@@ -47,7 +48,7 @@ def draft_vocab(
       UserError: counts that are unreadable or have the wrong size.
     """
     n, path = heads.draft_vocab, os.path.join(workdir, DRAFT_VOCAB)
-    if os.path.exists(path):
+    if is_resumed and os.path.exists(path):
         ids = read_array(path)
         check_ids(ids, heads, vocab_size, path)
         return ids

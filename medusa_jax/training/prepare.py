@@ -27,20 +27,16 @@ class Inputs(NamedTuple):
     texts: Texts
 
 
-def load(plan: RunPlan) -> Inputs:
+def load(plan: RunPlan, is_resumed: bool) -> Inputs:
     """Read the models and the texts, and choose the tokens that heads score."""
     setup, data = load_setup(plan), plan.data
     vocab_size = plan.arch.vocab_size
     texts = read_texts(data, plan.model.tokenizer_path, plan.workdir, vocab_size)
     if plan.drafter and plan.drafter.heads.draft_vocab:
         choose = partial(
-            draft_vocab,
-            plan.drafter.heads,
-            vocab_size,
-            mix(texts.train),
-            plan.workdir,
-            data.draft_vocab_from,
-        )
+            draft_vocab, plan.drafter.heads, vocab_size, mix(texts.train), plan.workdir,
+            data.draft_vocab_from, is_resumed,
+        )  # fmt: skip
         setup = with_draft_vocab(setup, plan.mesh, choose)
     return Inputs(setup, texts)
 

@@ -34,6 +34,8 @@ FIXED = (
 )  # fmt: skip
 # Fields without influence on training.
 FREE = ("workdir", "dry_run")
+# Fields that only the first start reads.
+INITIAL = ("data.draft_vocab_from", "train.heads_path")
 # After a change of these, held-out scores are not comparable: the best score is reset.
 SCORED = (
     "data.eval_source", "data.eval_samples", "train.lambda_decay", "train.lambda_0",
@@ -50,6 +52,12 @@ def record(workdir: str, config: Json) -> None:
     """Write the configuration for the next start."""
     if hosts.first():
         write_json(os.path.join(workdir, FILE), config)
+
+
+def scored(config: Json) -> Json:
+    """The fields that held-out scores depend on, stored in checkpoints."""
+    fields = flatten_dict(config, sep=".")
+    return {name: fields[name] for name in SCORED}
 
 
 def changes(workdir: str, config: Json) -> dict[str, str]:

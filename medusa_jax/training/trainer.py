@@ -87,7 +87,7 @@ class Run:
         is_resumed = checkpoints.latest is not None
         changed = resume.changes(plan.workdir, plan.record) if is_resumed else {}
 
-        inputs = load(plan)
+        inputs = load(plan, is_resumed)
         job = prepare(plan, inputs)
         self.setup = inputs.setup._replace(start={})
         frozen, start = self.setup.frozen, inputs.setup.start
@@ -118,11 +118,14 @@ class Run:
         workdir = self.plan.workdir
         params, opt, data, meta = self.checkpoints.restore(shapes.params, shapes.opt)
         resume.check(data, self.content, self.steps, workdir)
-        if not changed.keys() & set(resume.SCORED):
+        scored = resume.scored(self.plan.record)
+        in_earlier_versions = {} if changed.keys() & set(resume.SCORED) else scored
+        if meta.get("scored", in_earlier_versions) == scored:
             self.best = meta["best"]
         inform(f"resuming from step {meta['step']} of {self.steps} in {workdir}")
         for name, change in changed.items():
-            inform(f"changed since it was started: {name}: {change}")
+            note = ", without effect on a resumed run" if name in resume.INITIAL else ""
+            inform(f"changed since it was started: {name}: {change}{note}")
         counters = (np.int32(meta["step"]), np.int32(meta["updates"]))
         step, updates = jax.device_put(counters, replicated(self.mesh))
         return TrainState(step, updates, params, opt)
@@ -204,7 +207,8 @@ class Run:
     def save(self, n: int) -> None:
         """Start to write the checkpoint of step n."""
         state = self.state
-        meta = {"step": n, "updates": int(np.asarray(state.updates)), "best": self.best}
+        scored, updates = resume.scored(self.plan.record), int(np.asarray(state.updates))
+        meta = {"step": n, "updates": updates, "best": self.best, "scored": scored}
         data = {"step": n} | self.content
         with announced("saving a checkpoint"):
             self.checkpoints.save(n, state.params, state.opt, data, meta)
@@ -214,11 +218,8 @@ class Run:
 
         A new directory appears complete; in an existing one files are replaced one by one.
         """
-        plan, setup, directory = (
-            self.plan,
-            self.setup,
-            os.path.join(self.plan.workdir, name),
-        )
+        plan, setup = self.plan, self.setup
+        directory = os.path.join(plan.workdir, name)
         recipe = {"step": n, "steps": self.steps, "config": plan.record}
         if setup.heads_recipe is not None:
             recipe["start"] = setup.heads_recipe

@@ -190,15 +190,11 @@ def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):
     ("nodes", "choices", "spares", "said"),
     [
         (3, [[-1], [-1, -1]], [], "no guess of the heads is worth its time"),
-        (
-            3,
-            [[-1], [-1, -1]],
-            [[0], [1]],
-            "on this machine: 3 nodes give 1.80 tokens a step, which takes 1.20 plain ones: 1.50x",
-        ),
+        (3, [[-1], [-1, -1]], [[0], [1]],
+         "on this machine: 3 nodes give 1.80 tokens a step, which takes 1.20 plain ones: 1.50x"),
         (1, [], [], "plain decoding is fastest on this machine: 3 nodes give"),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_of_a_fit(nodes, choices, spares, said):
     """The speed-up that its own figures give, and whose guesses it verifies."""
     row = {"nodes": 3, "tokens_per_step": 1.8, "step_latency_ratio": 1.2, "speedup": 1.5}
@@ -218,15 +214,10 @@ def test_the_verdict_of_a_fit(nodes, choices, spares, said):
 def test_converted_heads_say_how_they_are_served(to, drafter, method, tmp_path, capsys):
     """In 16 bits where another engine reads them, with the size first and the whole command last."""
     out = tmp_path / "heads of mine"
-    wide = [
-        "--to=native",
-        "--dtype=float32",
-        f"--out={tmp_path / 'wide'}",
-    ]  # as a CPU trains them
-    assert convert.main([f"--drafter={drafter}", *wide]) == 0
-    assert (
-        convert.main([f"--drafter={tmp_path / 'wide'}", f"--to={to}", f"--out={out}"]) == 0
-    )
+    wide = tmp_path / "wide"  # as a CPU trains them
+    flags = ["--to=native", "--dtype=float32", f"--out={wide}"]
+    assert convert.main([f"--drafter={drafter}", *flags]) == 0
+    assert convert.main([f"--drafter={wide}", f"--to={to}", f"--out={out}"]) == 0
     said = capsys.readouterr().err
     words = shlex.split(said.splitlines()[-1])[1:]
     assert str(out) in " ".join(words)
@@ -240,6 +231,22 @@ def test_converted_heads_say_how_they_are_served(to, drafter, method, tmp_path, 
         assert words[:2] == ["vllm", "serve"] and words[3] == "--speculative-config"
         found = json.loads(words[4])  # vLLM's flag takes this JSON
         assert found == {"method": method, "model": str(out), "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("a/demo@v1", "a/demo"), ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")],
+)
+def test_files_for_others_have_the_models_public_name(model, name, tmp_path, monkeypatch):
+    demo, out = find_model(None), tmp_path / "tgi"
+    heads = find_heads(None, "medusa").directory
+    monkeypatch.setattr("medusa_jax.api.find_model", lambda _: demo)
+    monkeypatch.setattr(convert, "certify", lambda *_: None)
+    flags = [f"--model={model}", f"--drafter={heads}", "--to=tgi", f"--out={out}"]
+    assert convert.main(flags) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["base_model_name_or_path"] == name
+    assert f"base_model: {name}\n" in (out / "README.md").read_text()
 
 
 def test_a_converted_directory_is_complete_or_absent(tmp_path, monkeypatch, capfd):

@@ -56,7 +56,7 @@ def tokenizer(model):
         ({"instruction": "a", "input": "b", "output": "c"}, {"turns": ("a\n\nb",)}),
         ({"instruction": "a", "input": "b"}, {"turns": ("a\n\nb",)}),
         ({"prompt": [{"role": "user", "content": "a"}], "completion": []}, {"turns": ("a",)}),
-        *((nothing, {}) for nothing in (None, [], {}, {"prompt": 3}, {"prompt_ids": ["x"]})),
+        *((nothing, {}) for nothing in (None, [], {}, {"prompt": 3})),
     ],
 )  # fmt: skip
 def test_seeds_of_every_form(record, expected):
@@ -69,12 +69,18 @@ def test_records_that_ask_nothing_are_named(tmp_path, capsys):
     file = tmp_path / "a.jsonl"
     lines = [b'\xef\xbb\xbf{"prompt": "a"}', b"", b"{", b'"\xfc"', b"{}"]
     lines += [b'{"prompt": "b"}', b'{"messages": [{"who": "a", "text": "b"}]}']
+    lines += [b'{"prompt_ids": [%s]}' % ids for ids in (b"4", b"true", b"-1", b"23")]
     file.write_bytes(b"\r\n".join(lines))
-    seeds = read_seeds(str(file), "train", 0)
-    assert [(s.number, s.prompt) for s in seeds if s.prompt] == [(0, "a"), (4, "b")]
+    seeds = read_seeds(str(file), "train", 0, vocab_size=23)
+    assert [(s.number, s.prompt) for s in seeds if s.prompt] == [
+        (0, "a"),
+        (4, "b"),
+        (6, [4]),
+    ]
     said = capsys.readouterr().err
     reasons = "broken JSON, first in line 3; 1 x not UTF-8, first in line 4"
-    assert f"4 of 6 records skipped (1 x {reasons}; 1 x nothing to ask, first in" in said
+    refused_ids = "3 x prompt_ids that are not token ids below 23, first in line 9"
+    assert f"7 of 10 records skipped ({refused_ids}; 1 x {reasons}; 1 x nothing" in said
     assert "1 x a turn with who, text, but none of role, from" in said
     file.write_bytes(b"\n".join(lines[2:5]))
     with refused(r"has no seeds: .*broken JSON, first in line 1"):

@@ -9,6 +9,7 @@ from files import read_lines, write_lines
 from tiny import write_ending_model
 
 from medusa_jax.commands import distill
+from medusa_jax.text.tokenizer import load_tokenizer
 
 
 class API(BaseHTTPRequestHandler):
@@ -25,6 +26,9 @@ class API(BaseHTTPRequestHandler):
         if body["messages"][-1]["content"] == "refuse":
             return self.send({"error": {"message": "too long"}}, 400)
         message = {"role": "assistant", "content": "the cat"}
+        names = {"in a bar": "reasoning_content", "the": "reasoning"}
+        if name := names.get(body["messages"][-1]["content"]):
+            message[name] = "a cat in the bar\n"
         finish = "length" if "cut" in body["messages"][-1]["content"] else "stop"
         return self.send(
             {"choices": [{"index": 0, "message": message, "finish_reason": finish}]}
@@ -55,13 +59,8 @@ def test_a_server_answers(url, tmp_path, monkeypatch, capsys):
     asked = [["in a bar", "and"], ["refuse"], ["a cut"], ["the"]]
     seeds = write_lines(tmp_path / "seeds.jsonl", ({"turns": turns} for turns in asked))
     out = tmp_path / "out"
-    flags = [
-        f"--model={tmp_path / 'm'}",
-        f"--prompts={seeds}",
-        f"--out={out}",
-        f"--server={url}",
-        "--seed=5",
-    ]
+    flags = [f"--model={tmp_path / 'm'}", f"--prompts={seeds}", f"--out={out}"]
+    flags += [f"--server={url}", "--seed=5"]
     assert distill.main([*flags, "--mode=self_talk"]) == 2
     assert distill.main(flags) == 0
     said = capsys.readouterr().err
@@ -70,11 +69,19 @@ def test_a_server_answers(url, tmp_path, monkeypatch, capsys):
     lines = read_lines(out / "messages.jsonl")
     assert [len(line["messages"]) for line in lines] == [4, 1, 2, 2]
     assert [line.get("cut", False) for line in lines] == [False, False, True, False]
-    assert lines[0]["messages"][1] == {"role": "assistant", "content": "the cat"}
+    answer = {"role": "assistant", "content": "the cat"}
+    assert lines[0]["messages"][3] == answer
+    thought = answer | {"reasoning_content": "a cat in the bar"}
+    assert lines[0]["messages"][1] == lines[3]["messages"][1] == thought
+    counts = [a["tokens"] for line in lines for a in line["answers"]]
+    encode = load_tokenizer(str(tmp_path / "m")).encode
+    short, more = len(encode("the cat")), len(encode("a cat in the bar"))
+    assert counts == [short + more, short, short, short + more]
     bodies = [body for body, key in API.calls if key == "Bearer secret"]
     assert len(bodies) == 5 and {body["model"] for body in bodies} == {"the-model"}
     [second] = [body for body in bodies if len(body["messages"]) == 3]
-    assert second["seed"] == 5 and second["messages"] == lines[0]["messages"][:3]
+    first, _, third, _ = lines[0]["messages"]
+    assert second["seed"] == 5 and second["messages"] == [first, answer, third]
     assert second["temperature"] == 0.3 and second["max_tokens"] == 200
     path = out / "messages.jsonl"
     whole = path.read_bytes()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import struct
 import sys
 
 import jax
@@ -80,6 +81,7 @@ LLAMA31 |= {"max_position_embeddings": 131072}
 IN_5 = {"rope_scaling": "absent", "rope_parameters": LLAMA31_ROPE | {"rope_theta": 5e5}}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 28}
 QWEN3 = {"model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 32}
+PHI3 = {"model_type": "phi3"}
 WINDOW = ("sliding_window", "window_layers")
 LATE = (False,) * 28 + (True,) * 4
 ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position")
@@ -102,6 +104,8 @@ ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position
         (QWEN2, ("qkv_bias", "out_bias"), (True, False)),
         (QWEN3, ("qk_norm", "head_dim", "qkv_bias"), (True, 128, False)),
         ({"head_dim": None}, ("head_dim",), (128,)),
+        # 44 * (30 / 44) is below 30.
+        (PHI3 | {"head_dim": 44, "partial_rotary_factor": 30 / 44}, ("rope_dim",), (30,)),
         ({"attention_bias": True, "mlp_bias": True}, ("qkv_bias", "out_bias", "mlp_bias"), (True,) * 3),
     ],
 )  # fmt: skip
@@ -154,7 +158,11 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "short_factor"),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
         ({"model_type": "smollm3", "no_rope_layers": [2]}, "no_rope_layers"),
-        ({"model_type": "phi3", "partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        (PHI3 | {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        (PHI3 | {"partial_rotary_factor": 1e308}, "partial_rotary_factor 1e.308 is not"),
+        (PHI3 | {"partial_rotary_factor": 1e-3}, "partial_rotary_factor 0.001 is not"),
+        (PHI3 | {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 1},
+         "original_max_position_embeddings should be a number above 1"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differ by layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 5}, "do not fit together"),
@@ -253,6 +261,15 @@ def test_values_that_are_no_numbers(value, dtype, copy):
     (path / "model.safetensors").unlink()
     save_torch(str(path / "pytorch_model.bin"), spoilt)
     fails(path, rf"pytorch_model\.bin {message}")
+
+
+@pytest.mark.parametrize("kind", ["F32", "F8_E4M3"])
+def test_tensors_that_cannot_be_read(tmp_path, kind):
+    header = b'{"x": {"dtype": "%s", "shape": [0], "data_offsets": [0, 0]}}' % kind.encode()
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    with refused(f"{file}: 'x' cannot be read"):
+        read_whole(tensors.open_safetensors(str(file))["x"])
 
 
 def test_values_that_the_type_cannot_hold(copy):

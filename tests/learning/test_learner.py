@@ -120,7 +120,8 @@ def test_sessions_too_short_for_a_test_go_on(made, tmp_path):
         learner.start(lambda: True)
         assert learner.close()
         taught.append((learner.facts["steps"] - steps, learner.facts["after"] > 0))
-    assert taught == [(12, False), (6, True), (2, True)]
+    S = adapter.STEPS
+    assert taught == [(6 * S, False), (3 * S, True), (S, True)]
     assert learner.facts["answers"] == 14
 
 
@@ -196,12 +197,12 @@ def test_a_request_never_waits_for_more_than_a_unit(made, tmp_path, monkeypatch)
     """A unit of work that has begun runs next to it, another does not begin."""
     model = load(made)
     learner = Learner(model, str(tmp_path))
-    began, go_on = [], threading.Semaphore(0)
+    began, go_on, at_once = [], threading.Semaphore(0), threading.Event()
 
     def work():
         while True:
             began.append(learner.facts["answers"])
-            go_on.acquire()
+            at_once.is_set() or go_on.acquire()
             yield True
 
     monkeypatch.setattr(learner, "work", work)
@@ -221,5 +222,6 @@ def test_a_request_never_waits_for_more_than_a_unit(made, tmp_path, monkeypatch)
         shown = ask_app(make_app(server, name="tiny", template=""), "GET", "/metrics").text
         for fact in ("answers 2.0", "steps 0.0", "after 0.0", "in_use 0.0"):
             assert f"medusa_learning_{fact}" in shown
-        go_on.release(999)
+        at_once.set()
+        go_on.release()
     assert not learner._thread.is_alive()

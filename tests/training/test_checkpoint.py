@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from cases import wide
 from children import output_of
+from training_setup import groups_of, tiny_config
 
+from medusa_jax.config import OptimConfig
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh, replicated
 from medusa_jax.training.checkpoint import Checkpoints
+from medusa_jax.training.optim.optimizer import make_optimizer
 
 
 def trees(value):
@@ -34,10 +37,25 @@ def test_what_was_saved_comes_back(tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
 
+@pytest.mark.parametrize("clipping", ["none", "some", "earlier"])
+def test_clipping_may_change_when_a_run_is_resumed(tmp_path, clipping):
+    params, groups = {"heads": trees(1.0)[0]}, groups_of(tiny_config("", "medusa1"))
+    rules = [make_optimizer(OptimConfig(clip_norm=x), groups, 4) for x in (0.0, 1.0)]
+    unclipped, clipped = (jax.jit(rule.init)(params) for rule in rules)
+    saved = {"none": unclipped, "earlier": unclipped[1], "some": clipped}[clipping]
+    with Checkpoints(str(tmp_path), keep=1) as store:
+        store.save(1, params, saved, {}, {})
+        for opt in (unclipped, clipped):
+            found = store.restore(params, opt)[1]
+            assert jax.tree.structure(found) == jax.tree.structure(opt)
+
+
 FULL_DISK = """
 import resource, sys, time
+from medusa_jax.config import OptimConfig
 from medusa_jax.errors import UserError
 from medusa_jax.training.checkpoint import Checkpoints
+from medusa_jax.training.optim.optimizer import make_optimizer
 from tests.training.test_checkpoint import trees
 
 store = Checkpoints(sys.argv[1], keep=2)

@@ -9,6 +9,7 @@ from training_setup import VOCAB, write_tokens
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.training.data.rows import TokenRows, batches, first_fit, held_out, mix
+from medusa_jax.training.data.texts import read_texts
 
 
 @settings(max_examples=60, deadline=None)
@@ -129,6 +130,23 @@ def test_held_out_samples_are_in_no_training_row(tmp_path):
     assert np.flatnonzero(held_out(6, 1 / 3)).tolist() == [1, 4]
     assert held_out(2, 0.05).sum() == 1 and not held_out(1, 0.05).any()
     assert held_out(2, 0.9).sum() == 1  # something is left to learn from
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_only_tokens_within_rows_count_and_the_others_are_reported(tmp_path, capsys, share):
+    data = tmp_path / "data"
+    write_tokens(data, n=600)
+    np.save(data / "counted.npy", np.arange(600) % 3 > 0)
+    cfg = DataConfig(source=str(data), seq_len=20, packing="first_fit", held_out=share)
+    kept = np.zeros(VOCAB, int)
+    texts = read_texts(cfg, "", "", VOCAB)
+    for part in [*texts.train, *texts.held_out]:
+        rows = part.batch(0, part.rows)
+        inside = np.bincount(rows["tokens"][rows["counted"]], minlength=VOCAB)
+        assert np.array_equal(part.counts(VOCAB), inside)
+        kept += inside
+    said = f"{400 - kept.sum()} of 400 counted tokens lie beyond data.seq_len"
+    assert 0 < kept.sum() < 400 and capsys.readouterr().err.count(said) == 1
 
 
 # The input pipeline: what a step reads is a function of its number.

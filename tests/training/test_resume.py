@@ -163,14 +163,20 @@ def test_every_field_is_refused_or_logged_or_free(tmp_path):
     assert {said[name] for name in ("optim.lr", "train.steps", "data.source")} == {"logged"}
 
 
-@pytest.mark.parametrize(("name", "best"), [("train.levels", np.inf), ("optim.lr", 1.5)])
-def test_the_best_score_counts_while_scores_are_comparable(tmp_path, name, best):
-    """With more levels the score is the sum of more losses."""
+@pytest.mark.parametrize(
+    ("name", "scored", "best"),
+    [("train.levels", None, np.inf), ("optim.lr", None, 1.5),
+     ("optim.lr", {"data.eval_source": "old"}, np.inf), ("train.levels", {}, 1.5)],
+)  # fmt: skip
+def test_the_best_score_counts_while_scores_are_comparable(tmp_path, name, scored, best):
+    """With more levels the score is the sum of more losses. A start that made no checkpoint changes nothing."""
     run, one = object.__new__(Run), np.int32(1)
     run.mesh = make_mesh()
     run.plan = RunPlan(begun(tmp_path), run.mesh, dry=True)
     run.content, run.steps, run.best = {}, 4, np.inf
     meta = {"step": 2, "updates": 2, "best": 1.5}
+    if scored is not None:
+        meta["scored"] = resume.scored(run.plan.record) | scored
     saved = ({}, {}, {"step": 2}, meta)
     run.checkpoints = SimpleNamespace(restore=lambda params, opt: saved)
     run.restore(TrainState(one, one, {}, {}), {name: "1 -> 4"})

@@ -236,7 +236,9 @@ def test_a_run_keeps_its_tokens(tokens, model, tmp_path, capsys):
     cfg = few(tokens, model, steps=6, save_every=6)
     cfg.data.draft_vocab_from = str(other)
     run(cfg, tmp_path / "m1")
-    assert "resuming from step 4" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "resuming from step 4" in said
+    assert "counts.npy', without effect on a resumed run" in said
     export = str(tmp_path / "m1" / "export")
     np.testing.assert_array_equal(open_heads(export).ids, chosen)
     loaded = heads_io.load_heads(export, cfg.model.arch, make_mesh())[1]
@@ -252,6 +254,8 @@ def test_a_run_keeps_its_tokens(tokens, model, tmp_path, capsys):
 
 
 def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
+    """At each start without a checkpoint; a resumed run keeps them."""
+
     class Rows:
         def counts(self, vocab_size):
             return np.ones(vocab_size, int)
@@ -263,5 +267,9 @@ def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
     np.save(folder / vocabulary.COUNTS, counts)
     given = (VOCAB, Rows(), str(tmp_path), str(folder))
     assert draft_vocab(HeadsConfig(draft_vocab=3), *given).tolist() == [9, 33, 60]
+    counts[5] = 4
+    np.save(folder / vocabulary.COUNTS, counts)
+    assert draft_vocab(HeadsConfig(draft_vocab=3), *given, True).tolist() == [9, 33, 60]
+    assert draft_vocab(HeadsConfig(draft_vocab=3), *given).tolist() == [5, 33, 60]
     with pytest.raises(UserError, match="should hold 4 ascending token ids below 64"):
-        draft_vocab(HeadsConfig(draft_vocab=4), *given)
+        draft_vocab(HeadsConfig(draft_vocab=4), *given, True)

@@ -26,15 +26,11 @@ def model_card(export: Export, loading: str, out: str, tree: Json) -> str:
     name = base if on_hub else os.path.basename(os.path.abspath(base))
     count = sum(int(np.prod(x.shape)) for x in export.params.values())
     loading = loading.format(
-        base=name,
-        out=out,
-        heads=heads.n_heads,
-        drafter=heads.drafter,
-        DRAFTER=heads.drafter.upper(),
-    )
+        base=name, out=out, heads=heads.n_heads, drafter=heads.drafter, DRAFTER=heads.drafter.upper(),
+    )  # fmt: skip
     figures = "\n".join(_held_out(stored.meta) + _calibration(tree) or [NOTHING, ""])
     # The hub refuses a base_model that is not an id.
-    id_line = f"base_model: {base}\n" if on_hub else ""
+    id_line = f"base_model: {base.partition('@')[0]}\n" if on_hub else ""
     return f"""---
 {id_line}tags:
 - speculative-decoding

@@ -23,7 +23,7 @@ from medusa_jax.files.tensors import open_safetensors, save_safetensors
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import stored_drafter_class
 from medusa_jax.sharding import Params
-from medusa_jax.typed import Fields, read
+from medusa_jax.typed import Fields, field_value
 from medusa_jax.whole_files import Json
 
 # `StoredHeads.layout`.
@@ -63,10 +63,10 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
         )
     fields, base = (Fields(file, meta).table(name) for name in ("heads", "base"))
     kind_of_heads = stored_drafter_class(str(fields.get("drafter")), file).Config
-    kinds = {field.name: field.type for field in dataclasses.fields(kind_of_heads)}
+    heads = kind_of_heads()
     for name, value in fields.items():
-        one_of(f"{file}: a field under heads", name, kinds)
-        fields[name] = read(f"{file}: heads.{name}", value, kinds[name])
+        one_of(f"{file}: a field under heads", name, vars(heads))
+        fields[name] = field_value(heads, name, value, f"{file}: heads.{name}")
     return kind_of_heads(**fields), base
 
 

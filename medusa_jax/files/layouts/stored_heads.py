@@ -48,7 +48,7 @@ class StoredHeads(Source):
     trained_on: str = ""
 
     def fitted(self, base: BaseFiles) -> "StoredHeads":
-        """These heads with what equals the backbone's as the backbone's: a copy of its LM head, sizes, the norms' epsilon."""
+        """The same heads, set to use the model's own LM head, MLP width and epsilon where theirs are only copies."""
         tensors = dict(self.tensors)
         fields: Json = {}
         copy = tensors.pop(self.copied_lm_head, None)

@@ -111,6 +111,8 @@ class TokenRows(Rows):
 
     Attributes:
       part: "train" and "held out" divide the samples by `DataConfig.held_out`; "" has all.
+      lengths: number of tokens that rows contain of each sample.
+      beyond: "5 of 90" if 5 targets of all parts are after `seq_len` tokens of their sample, "" if none is.
     """
 
     def __init__(
@@ -134,10 +136,8 @@ class TokenRows(Rows):
                 f"{directory}/tokens.npy has token ids up to {int(self.tokens.max())}, but the "
                 f"model's vocabulary has {vocab_size}: prepare it with the model's tokenizer"
             )
-        self.counted = arrays.get("counted.npy")
-        if self.counted is not None and (
-            self.counted.size != size or not np.isin(self.counted, (0, 1)).all()
-        ):
+        self.counted = arrays.get("counted.npy", np.broadcast_to(np.True_, size))
+        if self.counted.size != size or not np.isin(self.counted, (0, 1)).all():
             raise UserError(f"{directory}/counted.npy should have {size} values, 1 or 0")
         self.starts = np.asarray(starts, np.int64)
         edges = np.append(self.starts, size)
@@ -145,8 +145,13 @@ class TokenRows(Rows):
             raise UserError(
                 f"{directory}/doc_starts.npy must rise from 0 to at most {size}"
             )
+        self.lengths = np.diff(self.starts, append=size)
+        self.beyond = ""
         if cfg.packing == "first_fit":
-            self.lengths = np.minimum(np.diff(self.starts, append=size), cfg.seq_len)
+            total = self._targets().sum()
+            self.lengths = np.minimum(self.lengths, cfg.seq_len)
+            lost = total - self._targets().sum()
+            self.beyond = f"{lost} of {total}" if lost else ""
             if part:
                 is_held_out = held_out(self.starts.size, cfg.held_out)
                 self.lengths[is_held_out if part == "train" else ~is_held_out] = 0
@@ -159,8 +164,14 @@ class TokenRows(Rows):
             self.rows = max(size // cfg.seq_len - 1, 1)
 
     def counts(self, vocab_size: int) -> np.ndarray:
-        targets = self.tokens if self.counted is None else self.tokens[self.counted != 0]
-        return np.bincount(targets, minlength=vocab_size)
+        return np.bincount(self.tokens[self._targets()], minlength=vocab_size)
+
+    def _targets(self) -> np.ndarray:
+        """Which tokens are targets and within `lengths`: [size] bool."""
+        left = np.diff(self.starts, append=self.tokens.size) - self.lengths
+        runs = np.stack([self.lengths, left], axis=1)
+        inside = np.repeat(np.tile([True, False], len(runs)), runs.ravel())
+        return inside & (self.counted != 0)
 
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
         """Row `number`; with "concat" packing each epoch cuts the text elsewhere."""
@@ -190,9 +201,7 @@ class TokenRows(Rows):
             row["tokens"][place] = self.tokens[begin:end]
             row["positions"][place] = np.arange(end - begin)
             row["segment_ids"][place] = segment
-            row["counted"][place] = (
-                True if self.counted is None else self.counted[begin:end]
-            )
+            row["counted"][place] = self.counted[begin:end]
             filled = place.stop
         return row
 

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from medusa_jax import hosts
 from medusa_jax.config import DataConfig
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import TOKENIZER_FILES
 from medusa_jax.training.data import sources
@@ -45,7 +46,10 @@ def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) 
 
     def rows(source: str, pack: DataConfig, part: str, shuffle: bool = True) -> TokenRows:
         directory = token_directory(source, tokenizer, pack, workdir)
-        return TokenRows(directory, pack, vocab_size, shuffle, part)
+        text = TokenRows(directory, pack, vocab_size, shuffle, part)
+        if text.beyond and part != "held out":
+            inform(f"{source}: {text.beyond} counted tokens lie beyond data.seq_len")
+        return text
 
     names = sources.names(data.source)
     divided = bool(data.held_out) and not data.eval_source

@@ -77,9 +77,9 @@ def make_optimizer(
         factor = getattr(cfg, row.multiplier) if row.multiplier else 1.0
         name = getattr(cfg, row.rule) or cfg.name
         rules[group] = make_rule(name, cfg, rate(factor))
-    if not cfg.clip_norm:
-        return by_group(rules)
-    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), by_group(rules))
+    clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
+    # A state of one structure, so that a resumed run may change `clip_norm`.
+    return optax.chain(clip, by_group(rules))
 
 
 def by_group(

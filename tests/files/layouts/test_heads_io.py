@@ -143,6 +143,7 @@ def test_keys_that_contradict(changes, match, saved):
         ({"format": 2}, "has format 2, this version reads 1"),
         ({"heads": {"depth": 1}}, "a field under heads is one of .*, not 'depth'"),
         ({"heads": {"n_heads": True}}, "heads.n_heads should be int, not True"),
+        ({"heads": {"n_layers": -1}}, "heads.n_layers .* -1"),
         ({"heads": {"drafter": "medussa"}}, "not 'medussa'"),
         ({"heads": {"n_heads": 5}}, "'heads_3/layers_0/bias' .* is missing"),
     ],
