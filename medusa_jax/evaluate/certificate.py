@@ -145,7 +145,7 @@ def read(directory: str) -> Certificate:
     """Read the certificate in a directory of heads.
 
     Raises:
-      UserError: there is none, or it is not of this version.
+      UserError: there is none, it is not of this version or not whole.
     """
     from safetensors import safe_open
 
@@ -156,7 +156,17 @@ def read(directory: str) -> Certificate:
     given = safe_open(file, framework="np").metadata() or {}
     if not FORMAT.items() <= given.items():
         raise UserError(f"{file} is no certificate of version {FORMAT['version']}")
-    return Certificate(arrays, json.loads(given["facts"]))
+    try:
+        facts, (K, P, _) = json.loads(given["facts"]), arrays["top_ids"].shape
+        sizes = [arrays[name].shape for name in ("top_logits", "chain", "token_ids")]
+        fits = sizes == [arrays["top_ids"].shape, (K,), (P + K,)]
+        fits &= arrays["states"].ndim == 3 and arrays["states"].shape[1] == P
+        fits &= {"model", "taps", "window"} <= facts.keys()
+    except (ValueError, LookupError, AttributeError):
+        fits = False
+    if not fits:
+        raise UserError(f"{file} is damaged: write it again (medusa verify --write)")
+    return Certificate(arrays, facts)
 
 
 def _facts(model: Model) -> Json:

@@ -228,3 +228,22 @@ def test_a_missing_certificate_is_one_sentence(made, tmp_path):
     (tmp_path / "certificate.safetensors").rename(tmp_path / certificate.FILE)
     with refused("is no certificate of version 1"):
         certificate.read(str(tmp_path))
+    arrays = {name: np.zeros(2, np.int32) for name in ("token_ids", "chain")}
+    arrays |= {name: np.zeros((1, 1, 2)) for name in ("states", "top_ids", "top_logits")}
+    facts = json.dumps({"model": "", "taps": [], "window": 0})
+    for wrong, more in (
+        ({}, "[]"),
+        ({}, "{"),
+        ({}, "{}"),
+        ({"chain": arrays["states"]}, facts),
+    ):
+        metadata = certificate.FORMAT | {"facts": more}
+        save_file(arrays | wrong, tmp_path / certificate.FILE, metadata)
+        with refused("is damaged"):
+            certificate.read(str(tmp_path))
+    save_file(
+        arrays | {"chain": np.zeros(1)},
+        tmp_path / certificate.FILE,
+        certificate.FORMAT | {"facts": facts},
+    )
+    assert certificate.read(str(tmp_path)).facts["window"] == 0
