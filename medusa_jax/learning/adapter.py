@@ -1,6 +1,5 @@
 """A low-rank adapter of every kernel of the draft heads, trained on a few windows of text a step."""
 
-from functools import partial
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -30,8 +29,6 @@ RANK, RATE, WARM_UP = 8, 1e-3, 10
 STEPS, WINDOWS, REHEARSED = 2, 4, 2
 # Largest decay of the adapter's running mean, which forgets less than the newest adapter.
 MEAN = 0.98
-# Drafts use this share of the adapter: other text then loses a quarter less, the learned kind hardly any of its gain.
-IN_USE = 0.8
 # Learned positions whose logits exist at a time.
 CHUNK = 32
 # Levels of drafts in the loss, if they share their layers: with one, other text loses twice as much in the deeper ones
@@ -66,7 +63,7 @@ class Adapter:
         if GROUP in heads:
             self._frozen[GROUP] = heads.pop(GROUP) | lm_head
         self.heads = jax.tree.map(lambda x: x.astype(jnp.float32), heads)
-        self._model, self._merged = model, jax.jit(partial(merged, share=IN_USE))
+        self._model, self._merged = model, jax.jit(merged)
         rate = optax.linear_schedule(0.0, RATE, WARM_UP)
         self._adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
         self._gradient, self._update = (
@@ -151,7 +148,7 @@ def first_answer(tokens: np.ndarray, counted: np.ndarray) -> Text:
     return Text(tokens[: start + n].tolist(), start)
 
 
-def merged(factors: Params, heads: Params, share: float = 1.0) -> Params:
-    """The heads with this share of the adapter."""
+def merged(factors: Params, heads: Params) -> Params:
+    """The heads with the adapter."""
     untied = LlamaConfig(tie_embeddings=False)
-    return lora.merge(untied, heads, factors, LoraConfig(RANK, share * LoraConfig.alpha))[1]
+    return lora.merge(untied, heads, factors, LoraConfig(RANK))[1]
