@@ -235,15 +235,15 @@ def test_a_model_that_should_speak_but_has_no_template(
 @pytest.mark.parametrize("files", [None, HEAD_FILES])
 def test_folders_of_a_repository_are_fetched_by_name(monkeypatch, tmp_path, files):
     (tmp_path / "model.safetensors").touch()
-    wanted = {"heads.json", "certificate/x.json"}
-    wanted |= set() if files else {f"{TEMPLATES_FOLDER}/x.jinja", "model.safetensors"}
+    model_files = {f"{TEMPLATES_FOLDER}/x.jinja", "model.safetensors"}
+    wanted = {"heads.json"} | ({"certificate/x.json"} if files else model_files)
     others = ["a", "ad", "adapter", ".cache", "certificates", f"{TEMPLATES_FOLDER}2", "c/d"]
     names = [f"{folder}/x.json" for folder in others]
 
     fetched = set()
 
     def snapshot(repo, revision, **patterns):
-        fetched.update(filter_repo_objects([*wanted, *names], **patterns))
+        fetched.update(filter_repo_objects([*wanted, *names, "b/x.jinja"], **patterns))
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)

@@ -56,7 +56,7 @@ def test_groups_have_their_own_rate_and_rule():
         adamw = bool(np.allclose(updates["backbone"]["w"], -0.1, rtol=1e-5))
         assert adamw == (name == "adamw")  # Muon's first step is Nesterov's
         np.testing.assert_allclose(updates["heads"]["w"], -0.4, rtol=1e-5)
-    state = make_optimizer(cfg, TABLE["medusa1"], 10).init({"heads": params["heads"]})
+    _, state = make_optimizer(cfg, TABLE["medusa1"], 10).init({"heads": params["heads"]})
     assert list(state) == ["heads"]
 
 
