@@ -71,27 +71,48 @@ def run_kept(program: Program[R], args: tuple[Any, ...]) -> R | None:
         return None
     kept = executables.get(call.key, UNSEEN)
     if kept is UNSEEN:
-        kept = prepare(program, args, call)
+        kept = prepare(program, args, call, at_once)
     return kept and kept.run.result()(call.leaves)
 
 
 def prepare_kept(program: Program[R], args: tuple[Any, ...]) -> Kept | None:
     """`Program.prepare_kept`: read the executable, or trace here and compile on another thread; None where it cannot be kept."""
     call = call_of(program, args)
-    return call and (executables.get(call.key) or prepare(program, args, call))
+    if call is None:
+        return None
+    return executables.get(call.key) or prepare(program, args, call, compiling.submit)
 
 
-def prepare(program: Program[R], args: tuple[Any, ...], call: Call) -> Kept | None:
-    """Keep what `prepare_kept` returns until it fails: then the next call compiles again."""
-    kept = None
+def prepare(
+    program: Program[R],
+    args: tuple[Any, ...],
+    call: Call,
+    submit: Callable[..., Future[Run]],
+) -> Kept | None:
+    """Remember a program, unless it fails: then the next call compiles again. `submit` compiles, now or on another thread."""
+    kept, key = None, call.key  # without its arrays, which the future would keep
     if path := path_of(program, call):
-        kept = read_kept(path) or begin_to_compile(program, args, path)
-    executables[call.key] = kept
+        kept = read_kept(path)
+        if kept is None:
+            lowered = lowered_for(program, args)
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info
+            )
+            kept = Kept(submit(compile_and_keep, program, lowered, path), shapes)
+    executables[key] = kept
     if kept:
-        kept.run.add_done_callback(
-            lambda run: run.exception() and executables.pop(call.key)
-        )
+        kept.run.add_done_callback(lambda run: run.exception() and executables.pop(key))
     return kept
+
+
+def at_once(compile_one: Callable[..., Run], *args: Any) -> Future[Run]:
+    """Compile on this thread, whose priority may be low."""
+    run: Future[Run] = Future()
+    try:
+        run.set_result(compile_one(*args))
+    except Exception as error:
+        run.set_exception(error)
+    return run
 
 
 def call_of(program: Program[R], args: tuple[Any, ...]) -> Call | None:
@@ -125,18 +146,9 @@ def read_kept(path: Path) -> Kept | None:
         loaded, shown, infos = ahead.pop(path, partial(read_program, path))()
         leaves = [jax.ShapeDtypeStruct(shape, dtype_of(name)) for shape, name in infos]
         structure = jax.tree.structure(rebuilt(json.loads(shown)))
-        run: Future[Run] = Future()
-        run.set_result(runner(loaded, structure, leaves))
+        run = at_once(runner, loaded, structure, leaves)
         return Kept(run, jax.tree.unflatten(structure, leaves))
     return None
-
-
-def begin_to_compile(program: Program[R], args: tuple[Any, ...], path: Path) -> Kept:
-    lowered = lowered_for(program, args)
-    results = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info
-    )
-    return Kept(compiling.submit(compile_and_keep, program, lowered, path), results)
 
 
 def lowered_for(program: Program[R], args: tuple[Any, ...]) -> jax.stages.Lowered:

@@ -1,6 +1,8 @@
 """Programs that are kept for later starts: the same results, and no tracing."""
 
+import gc
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +85,36 @@ def test_a_failed_compilation_is_tried_again(folder, monkeypatch):
         kept(2, *arguments())
     monkeypatch.setattr(programs, "compile_new", compile_new)
     assert kept(2, *arguments())[0]["x"].tolist() == [0, 2, 4, 6]
+    finish()
+
+
+def test_arguments_are_not_kept(folder):
+    """A caller frees its arrays, as the cache that has grown."""
+    kept = make([])
+    state, seed = arguments()
+    array = jnp.ones(4)
+    ref = weakref.ref(array)
+    kept.arguments = {"static_argnums": 0}  # donates nothing
+    kept(2, state | {"x": array}, seed)
+    del array
+    gc.collect()
+    assert ref() is None
+    finish()
+
+
+def test_a_call_compiles_on_its_thread(folder, monkeypatch):
+    """A server compiles ahead on threads of low priority; `prepare` compiles on others."""
+    kept, compile_new, threads = make([]), programs.compile_new, []
+    monkeypatch.setattr(Program, "prepare_kept", programs.prepare_kept)
+
+    def recorded(lowered):
+        threads.append(threading.current_thread())
+        return compile_new(lowered)
+
+    monkeypatch.setattr(programs, "compile_new", recorded)
+    kept(2, *arguments())
+    kept.prepare(3, *arguments()).run.result()
+    assert [t is threading.current_thread() for t in threads] == [True, False]
     finish()
 
 

@@ -1,4 +1,4 @@
-"""The programs of a call, compiled in two stages: those of its prompts, then those of its steps."""
+"""Compile for a call: first what reads its prompts, then its steps."""
 
 import time
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ class Compiling:
     """Compiles the programs of a call when they are needed.
 
     Args:
-      stages: compiles a stage before each of two values; empty if all is compiled.
+      stages: compiles for the prompts before the first value, for the steps before the second; no values if all is compiled.
 
     Attributes:
       seconds: spent so far.

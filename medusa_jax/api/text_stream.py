@@ -163,7 +163,7 @@ def stream_rows(
     so rows do not wait for each other; the host then ends the stopped rows on the device.
 
     Args:
-      compiling: compiles the programs; the first tokens are yielded before those of the steps are compiled.
+      compiling: compiles what is not compiled yet. The first tokens are yielded before the steps' programs are ready.
     """
     compiling = compiling or Compiling()
     pairs = zip(rows, request.prompts)
@@ -171,11 +171,12 @@ def stream_rows(
     steps_pending = compiling.prompts()
     if request.guides is not None:
         compiling.steps()
-    start = time.perf_counter()
+    start, compiled = time.perf_counter(), compiling.seconds
     prefilled: float | None = None
 
     def results(end: float) -> list[Result]:
         middle = prefilled or end
+        waited = compiling.seconds - compiled  # for the steps' programs
         seconds = (middle - start, end - middle - waited, compiling.seconds)
         batch = results_of(tokenizer, rows, request, progress, seconds)
         for result, text in zip(batch, texts.rows):
@@ -184,7 +185,6 @@ def stream_rows(
         return batch
 
     reported: set[int] = set()
-    waited = 0.0
     begin = row_cache.begin if row_cache else loop.begin
     begun = begin(engine, variables, request)
     if request.guides is None:
@@ -193,9 +193,7 @@ def stream_rows(
             pieces = texts.take(progress)
             prefilled = time.perf_counter()
             yield pieces, None
-            before = compiling.seconds
             compiling.steps()
-            waited = compiling.seconds - before
         chunks = loop.stream(engine, variables, request, *begun, row_cache)
     else:
         from medusa_jax.decoding import constrained  # here: few requests have constraints

@@ -128,7 +128,7 @@ def public_name(name: str, config: Json) -> str:
     if row := named_model(name):
         return row.origin
     if name.lower().endswith(".gguf"):
-        return str(config.get("_name_or_path") or name)
+        return str(config.get("_name_or_path") or os.path.basename(name))
     return name if os.path.exists(name) else name.partition("@")[0]
 
 

@@ -329,7 +329,7 @@ def prepare(
 ) -> tuple[list[Any], list[Any]] | None:
     """Begin to read or compile the programs of a request side by side.
 
-    Returns: those of its prompt and those of its steps, of `Program.prepare`; None where they are not kept.
+    Returns: two lists of results of `Program.prepare`: for the prompt, for the steps. None where programs are not kept.
     """
     (first, *others), prompts = prompt_arrays(engine, request)
     begun = prefill.prepare(engine.depth_only, first, variables, prompts)
@@ -350,8 +350,8 @@ def prepare(
 def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterator[None]:
     """Compile what `finish` or `stream` will run for this request.
 
-    The programs of the prompt are ready at the first of two yields, those of the steps at the second. Where programs are
-    not kept for later starts, this reads the prompts once and takes no decode step.
+    It yields twice: when the prompt can be read, and when steps can be taken. Where programs are not kept for later
+    starts, it reads the prompts once and takes no decode step.
     """
     if stages := prepare(engine, variables, request):
         for stage in stages:
