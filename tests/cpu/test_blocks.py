@@ -127,7 +127,7 @@ def bits_of(x):
     return np.asarray(x).view(np.uint32)
 
 
-# Each pair has a library of its own, which takes a few seconds to compile.
+# Each pair compiles its own library, which takes a few seconds.
 @pytest.mark.parametrize(
     ("kind", "bits"),
     thinned(itertools.product(KINDS, (16, 8)), ("Q4_0", 16), ("Q4_0", 8), ("Q6_K", 8)),

@@ -124,7 +124,7 @@ MECHANISMS = {
         ENDS,
     ),
 }
-# What changes the text, one by one beside all together, is left to the wide run.
+# The default run takes all options that change the text together; the wide run takes each alone, too.
 CASES = pytest.mark.parametrize(
     ("name", "acceptance"),
     thinned(

@@ -39,7 +39,7 @@ SCHEMA = Pet.model_json_schema() | {"additionalProperties": False}
 
 @pytest.fixture(scope="module")
 def shared_port(tmp_path_factory):
-    """A model whose vocabulary can write JSON; its programs are those of `test_tools.py`."""
+    """A model whose vocabulary can write JSON; it shares its compiled programs with `test_tools.py`."""
     path = tmp_path_factory.mktemp("structured")
     with port_of(path, characters=PRINTABLE, max_position=1024) as port:
         yield port

@@ -117,7 +117,7 @@ def decode_traced(engine: Engine, variables, state, tree: TreeArrays) -> Progres
 
 
 def streamed(engine, variables, request, steps=None):
-    """The progress of a request with guides or without, in chunks of so many steps if given."""
+    """Stream a request, with or without guides; `steps` sets the length of all chunks."""
     parts = engine, variables, request, *loop.begin(engine, variables, request)
     with pytest.MonkeyPatch.context() as patch:
         if steps:
