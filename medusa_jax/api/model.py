@@ -320,8 +320,11 @@ def generate(
     """Decode a batch of prompts with draft heads, each to its end.
 
     Args:
-      model: from `load`.
-      prompts, options, tree, acceptance: as for `Model.generate`.
+      model: from `load`; the other arguments are those of `Model.generate`.
+      prompts: each text, or ids as they are.
+      options: for all, or one for each prompt.
+      tree: a name, a file or a tree; None lets the model choose.
+      acceptance: how drafts are accepted; "auto" changes no text.
 
     Returns: one result per prompt, in order.
 
