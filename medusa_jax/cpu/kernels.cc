@@ -36,11 +36,12 @@ void AddPart(Kernel& kernel, Array<const uint32_t> words, Array<const float> sca
   const bool floats = form == kFloat32 || form == kBfloat16;
   const int64_t bits = floats ? 0 : activations;
   Part part{form, outputs, kernel.inputs, words.data, scales.size ? scales.data : nullptr, bias.size ? bias.data : nullptr};
-  Require(outputs > 0 && (floats || PanelWords(form, kernel.inputs)) && (activations == 8 || activations == 16) &&
-              part.Panels() * part.Size() == words.size &&
+  part.Divide(Rows::Many(rows, bits));
+  Require(outputs > 0 && part.size && (activations == 8 || activations == 16) &&
+              part.Panels() * part.size == words.size &&
               (!part.scales || part.Panels() * part.Width() == scales.size) && (!part.bias || outputs == bias.size),
           "the panels, scales or bias of a linear map do not fit");
-  part.multiply = MultiplyOf(form, bits), part.many = Rows::Many(rows, bits);
+  part.multiply = MultiplyOf(form, bits);
   kernel.parts[kernel.n_parts++] = part;
   kernel.outputs += outputs;
   if (!floats) kernel.bits = bits;
@@ -70,15 +71,16 @@ void UnpackRows(const Call& call) {
   const auto y = call.Ret<float>(0);
   const int64_t form = call.Number<int64_t>("form", 0), outputs = call.Number<int64_t>("outputs", 0);
   const int64_t n = rows.size, inputs = y.rank == 2 ? y.dims[1] : 0;
-  const Part part{form, outputs, inputs, panels.data};
-  Require(PanelWords(form, inputs) && y.dims[0] == n && outputs > 0 && part.Panels() * part.Size() == panels.size,
+  Part part{form, outputs, inputs, panels.data};
+  part.Divide(false);
+  Require(part.Blocks() && part.size && y.dims[0] == n && outputs > 0 && part.Panels() * part.size == panels.size,
           "rows [n], these panels and y [n, I] do not fit");
   const int32_t* which = rows.data;
   float* out = y.data;
   Share(call.Pool(), n, [=](int64_t i) {
     const int64_t o = std::clamp<int64_t>(which[i], 0, outputs - 1);
     const auto unpack = [&](auto blocks) {
-      OneOutput<decltype(blocks)>(part.words + o / kWide * part.Size(), int(o % kWide), inputs, out + i * inputs);
+      OneOutput<decltype(blocks)>(part.words + o / kWide * part.size, int(o % kWide), inputs, out + i * inputs);
       return true;
     };
     WithBlocks(part.form, unpack, false);

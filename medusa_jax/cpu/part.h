@@ -43,18 +43,20 @@ struct Part {
   const uint32_t* words;
   const float *scales, *bias;
   Multiply* multiply;
-  bool many;  // rows (`Rows::Many`)
+  // By `Divide`: words of a panel, panels that one worker takes at a time, and the number of such chunks.
+  int64_t size, per_chunk, chunks;
 
   bool Blocks() const { return form >= kInt8; }
   int64_t Width() const { return Blocks() ? kWide : kPanel; }
   int64_t Panels() const { return (outputs + Width() - 1) / Width(); }
-  int64_t Size() const { return Blocks() ? PanelWords(form, inputs) : (inputs + form - 1) / form * kPanel; }
-  // Panels that one worker takes at a time, and the number of such chunks.
-  int64_t Chunk() const {
-    if (many && Blocks()) return std::clamp<int64_t>(Panels() / 4, 1, kPanelsOfMany);
-    return std::clamp<int64_t>((Blocks() ? kChunkOfBlocks : kChunkBytes) / (Size() * 4), 1, Panels());
+  // Once for all chunks: a division takes older processors as long as a tenth of a panel. `many`: rows (`Rows::Many`).
+  void Divide(bool many) {
+    size = Blocks() ? PanelWords(form, inputs) : (inputs + form - 1) / form * kPanel;
+    if (!size || outputs < 1) return;
+    per_chunk = many && Blocks() ? Panels() / 4 : (Blocks() ? kChunkOfBlocks : kChunkBytes) / (size * 4);
+    per_chunk = std::clamp<int64_t>(per_chunk, 1, many && Blocks() ? kPanelsOfMany : Panels());
+    chunks = (Panels() + per_chunk - 1) / per_chunk;
   }
-  int64_t Chunks() const { return (Panels() + Chunk() - 1) / Chunk(); }
 };
 
 // Linear maps of the same x, whose outputs follow one another. x becomes integers of `bits` where some are in blocks.
@@ -65,19 +67,19 @@ struct Kernel {
 
   int64_t Chunks() const {
     int64_t chunks = 0;
-    for (size_t i = 0; i < n_parts; ++i) chunks += parts[i].Chunks();
+    for (size_t i = 0; i < n_parts; ++i) chunks += parts[i].chunks;
     return chunks;
   }
   // The part of a chunk, which becomes its number there.
   const Part& PartOf(int64_t& chunk) const {
     const Part* part = parts.data();
-    for (; chunk >= part->Chunks(); ++part) chunk -= part->Chunks();
+    for (; chunk >= part->chunks; ++part) chunk -= part->chunks;
     return *part;
   }
   // Where the weights of a chunk begin.
   const void* Weights(int64_t chunk) const {
     const Part& part = PartOf(chunk);
-    return part.words + chunk * part.Chunk() * part.Size();
+    return part.words + chunk * part.per_chunk * part.size;
   }
 };
 
@@ -109,8 +111,11 @@ void Quantise(const float* x, int64_t n, Integers<bits>* out, int64_t stride) {
   using To = Integers<bits>;
   constexpr int V = 32 / kLanes;
   for (; n > 0; n -= 32, x += 32, out += stride) {
-    float last[32] = {};
-    if (n < 32) x = static_cast<const float*>(std::memcpy(last, x, n * 4));
+    float last[32];
+    if (n < 32) {
+      std::fill(last + n, last + 32, 0.0f);
+      x = static_cast<const float*>(std::memcpy(last, x, n * 4));
+    }
     Ints q[V], most = {}, sums[2] = {};
     for (int v = 0; v < V; ++v) {
       const Ints size = Ints(Load(x + v * kLanes)) & 0x7fffffff;  // floats in the order of their bits
@@ -136,12 +141,17 @@ void Quantise(const float* x, int64_t n, Integers<bits>* out, int64_t stride) {
         std::memcpy(out->codes + v * kLanes, &narrow, sizeof narrow);
       }
     } else {  // bytes in the order of `Codes`
-      const int32_t* code = reinterpret_cast<const int32_t*>(q);
-      const auto store = [&](int8_t* to, auto byte) {
-        for (int i = 0; i < 32; ++i) to[i / 4 * 4 + ByteOf(i)] = byte(code[i]);
+      const auto store = [](Ints code, int8_t* to) {
+        const auto narrow = __builtin_convertvector(code, Narrow);
+        uint32_t fours[kLanes / 4];
+        std::memcpy(fours, &narrow, sizeof narrow);
+        for (uint32_t& w : fours) w = (w & 0xff0000ffu) | (w & 0xff00u) << 8 | (w >> 8 & 0xff00u);
+        std::memcpy(to, fours, sizeof fours);
       };
-      store(out->codes, [](int32_t v) { return int8_t(To::kLimbs ? (v + 128) >> 8 : v); });
-      if (To::kLimbs) store(out->codes + 32, [](int32_t v) { return int8_t(v); });
+      for (int v = 0; v < V; ++v) {
+        store(To::kLimbs ? (q[v] + 128) >> 8 : q[v], out->codes + v * kLanes);
+        if (To::kLimbs) store(q[v], out->codes + 32 + v * kLanes);
+      }
     }
   }
 }
@@ -159,13 +169,14 @@ struct Rows {
   int64_t Blocks() const { return (inputs + 31) / 32; }
   int64_t Bytes() const { return count * Blocks() * Size(); }
   int64_t Groups() const { return (count + kTogether - 1) / kTogether; }
-  int64_t First(int64_t group) const { return count * group / Groups(); }
+  // 32 bits: see `Part::Divide`.
+  int64_t First(int64_t group) const { return uint32_t(count * group) / uint32_t(Groups()); }
   // Block b of the first row of a group of n.
   char* Group(int64_t first, int64_t n, int64_t b) const { return integers + (first * Blocks() + b * n) * Size(); }
   // Makes integers of n values of row r from `begin` on, a multiple of 32.
   void Make(int64_t r, int64_t begin, int64_t n) const {
     if (!integers) return;
-    const int64_t group = ((r + 1) * Groups() - 1) / count, first = First(group), rows = First(group + 1) - first;
+    const int64_t group = uint32_t((r + 1) * Groups() - 1) / uint32_t(count), first = First(group), rows = First(group + 1) - first;
     char* to = Group(first, rows, begin / 32) + (r - first) * Size();
     const float* from = floats + r * inputs + begin;
     if (bits == 8) return Quantise(from, n, reinterpret_cast<Integers<8>*>(to), rows);

@@ -97,7 +97,7 @@ auto ForTileRows(int64_t rows, std::index_sequence<R...>) {
 template <class B>
 void MultiplyMany(const Part& part, const uint32_t* panel, int64_t panels, const Rows& x, int64_t from, int64_t end,
                   float* sums) {
-  const int64_t size = part.Size(), blocks = x.Blocks(), rows = x.First(end) - x.First(from);
+  const int64_t size = part.size, blocks = x.Blocks(), rows = x.First(end) - x.First(from);
   alignas(64) Tile tiles[kDeep];
   std::fill(sums, sums + panels * rows * kWide, 0.0f);
   for (int64_t b = 0; b < blocks; b += kDeep)

@@ -34,6 +34,7 @@ typedef float Vector __attribute__((vector_size(kLanes * 4)));
 typedef float Unaligned __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef int16_t Shorts __attribute__((vector_size(kLanes * 2)));
+typedef int8_t Narrow __attribute__((vector_size(kLanes)));
 typedef uint16_t Sixteens __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t UnalignedWords __attribute__((vector_size(kLanes * 4), aligned(4)));
