@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.prefill import PromptArrays, prefill
+from medusa_jax.decoding.request import DecodeRequest, prompt_arrays
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
@@ -66,8 +66,8 @@ def abstract_variables(
 
 def abstract_prompts(engine: Engine, batch: int, tokens: int) -> tuple[int, PromptArrays]:
     """Slots of the first cache for `batch` prompts of `tokens` tokens, and the prompts as shapes."""
-    request = loop.DecodeRequest([[0] * tokens] * batch, [1] * batch)
-    cache_sizes, prompts = loop.prompt_arrays(engine, request)
+    request = DecodeRequest([[0] * tokens] * batch, [1] * batch)
+    cache_sizes, prompts = prompt_arrays(engine, request)
     return cache_sizes[0], jax.eval_shape(lambda arrays: arrays, prompts)
 
 

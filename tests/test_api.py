@@ -18,7 +18,7 @@ import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api.load import open_model
 from medusa_jax.api.prompts import prompt_ids
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import generation
 from medusa_jax.evaluate.compare import compare
 from medusa_jax.serving.job import make_job
 from medusa_jax.serving.request import Handle, Request
@@ -108,7 +108,7 @@ def test_a_stream_of_one_prompt_is_an_iterator_of_text(model):
 
 
 def test_the_first_token_comes_before_the_steps_are_compiled(model, monkeypatch):
-    compiled, warm_up = [], loop.warm_up
+    compiled, warm_up = [], generation.warm_up
 
     def stages(*args):
         for stage, _ in enumerate(warm_up(*args)):
@@ -116,7 +116,7 @@ def test_the_first_token_comes_before_the_steps_are_compiled(model, monkeypatch)
             yield
 
     [expected] = model.generate(["in"], Options(max_new_tokens=NEW))
-    monkeypatch.setattr(loop, "warm_up", stages)
+    monkeypatch.setattr(generation, "warm_up", stages)
     monkeypatch.setattr(model, "_warm", set())
     chunks = model.stream(["in"], Options(max_new_tokens=NEW))
     [piece], _ = next(chunks)
@@ -180,7 +180,7 @@ def test_stop_strings_cut_the_text_even_across_tokens(model, monkeypatch, chunk_
 
     A row without a stop string goes on.
     """
-    monkeypatch.setattr(loop, "CHUNK_STEPS", chunk_steps)
+    monkeypatch.setattr(generation, "CHUNK_STEPS", chunk_steps)
     free = Options(max_new_tokens=NEW, temperature=1.2, seed=2)
     [whole] = model.generate([PROMPTS[2]], free)
     pieces = [model.tokenizer.decode([i]) for i in whole.token_ids]

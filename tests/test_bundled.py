@@ -19,7 +19,7 @@ from medusa_jax.api import DEMO
 from medusa_jax.api.bundles import MODELS, bundled_heads
 from medusa_jax.api.loaded_drafter import open_drafter
 from medusa_jax.config import LlamaConfig
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import generation
 from medusa_jax.evaluate.tree_fit import fastest
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.known import KNOWN
@@ -218,8 +218,8 @@ def test_the_demo_traces_with_its_tree_and_type(platform, drafter, monkeypatch):
     _, engine, request = model.plan(["def parse("], Options())
 
     def run(variables):
-        state, _ = loop.begin(engine, variables, request)
-        return loop.decode_loop(engine, variables, state, 1)
+        state, _ = generation.begin(engine, variables, request)
+        return generation.decode_loop(engine, variables, state, 1)
 
     jax.eval_shape(run, model.variables)
     assert (engine.tree.n_nodes == 64) == (platform != "cpu")

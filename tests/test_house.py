@@ -159,9 +159,9 @@ def test_no_circle_inside_a_room():
 
 # Budgets with 3% of slack, set when a large change ends. Lines of all files that decoding reaches by imports, with plain
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
-GENERATE_LINES = 6_800
-LINES, CHARACTERS = 51_340, 2_108_500
-TEST_LINES, SITE_WORDS = 32_470, 18_730
+GENERATE_LINES = 6_815
+LINES, CHARACTERS = 51_360, 2_109_700
+TEST_LINES, SITE_WORDS = 32_480, 18_730
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",
@@ -189,15 +189,15 @@ def closure(modules):
 
 def test_what_a_reader_of_decoding_cannot_avoid():
     rooms = Counter()
-    for file in closure(["decoding.generate"]):
+    for file in closure(["decoding.generation"]):
         rooms[file.relative_to(PACKAGE).parts[0]] += lines_of(file)
     assert 1_000 < rooms.total() <= GENERATE_LINES, rooms.most_common()
 
 
 # Lines of the package that a command has loaded when it ends.
 LOADED = {
-    "decode.py --prompt hi --max_new_tokens 2": 16_480,
-    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 17_190,
+    "decode.py --prompt hi --max_new_tokens 2": 16_500,
+    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 17_210,
     "train.py --config=configs/demo_medusa.py --config.dry_run": 12_600,
 }
 COUNT_LOADED = """

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from medusa_jax import programs
-from medusa_jax.decoding.generate import keys_of_rows
+from medusa_jax.decoding.request import keys_of_rows
 from medusa_jax.devices.platforms import Program, program
 from medusa_jax.programs import run_kept
 

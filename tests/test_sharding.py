@@ -20,7 +20,7 @@ import medusa_jax
 from medusa_jax import Options, UserError
 from medusa_jax.hlo.collectives import collectives
 from medusa_jax.config import HeadsConfig
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import generation
 from medusa_jax.heads.dflash import DSparkConfig
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
@@ -117,7 +117,7 @@ for shape in meshes:
     report["compiled"][str(shape)] = [before, len(made) - before]
     report["decoded"][str(shape)] = [r.token_ids for r in results]
     report["streamed"][str(shape)] = [r.token_ids for r in streamed]
-    state, _ = loop.begin(model.engine(sampled=True), model.variables,
+    state, _ = generation.begin(model.engine(sampled=True), model.variables,
                           model.request(prompts, options))
     keys = state.cache.layers[0][0]
     report["keys"][str(shape)] = keys.addressable_shards[0].data.shape[:2]
@@ -129,7 +129,7 @@ for shape in meshes:
 tree, wide = Tree.cartesian([4, 3]), model_dir + "/wide"
 model = medusa_jax.load(wide, wide + "/heads", tree=tree, dtype="float32", mesh=(1, 1, 8))
 engine = model.engine()
-state, _ = loop.begin(engine, model.variables, model.request(texts[:2], [Options()] * 2))
+state, _ = generation.begin(engine, model.variables, model.request(texts[:2], [Options()] * 2))
 program = decode_loop.lower(engine, model.variables, state, np.int32(1)).compile()
 in_the_loop = [c for c in collectives(program.as_text()) if c.trips]
 report["sent"] = [sum(c.sent for c in in_the_loop), tree.n_nodes]

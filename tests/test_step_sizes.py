@@ -17,7 +17,7 @@ from medusa_jax.api.dialogue import Dialogue
 from medusa_jax.api.tree_choice import sizes_of, tokens_of
 from medusa_jax.decoding import step_costs
 from medusa_jax.decoding.gate import Gate
-from medusa_jax.decoding.generate import begin
+from medusa_jax.decoding.generation import begin
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
 from medusa_jax.kernels.cpu import CpuKernels

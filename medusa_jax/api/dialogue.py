@@ -9,8 +9,8 @@ import numpy as np
 from medusa_jax.api.model import Model
 from medusa_jax.api.results import Options
 from medusa_jax.api.text_stream import Chunk, stream_rows
-from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding import prefill, rows
+from medusa_jax.decoding import generation, prefill, rows
+from medusa_jax.decoding.request import DecodeRequest, power_of_two, prompt_arrays
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.sharding import Params
 
@@ -25,7 +25,7 @@ class Dialogue:
 
     Attributes:
       reused: tokens of the last prompt that the cache already had.
-      state: the row as the last request left it (for the decode loop, `generate.RowCache`).
+      state: the row as the last request left it (for the decode loop, `generation.RowCache`).
     """
 
     def __init__(self, model: Model) -> None:
@@ -46,15 +46,15 @@ class Dialogue:
         )
 
     def begin(
-        self, engine: Engine, variables: Params, request: loop.DecodeRequest
+        self, engine: Engine, variables: Params, request: DecodeRequest
     ) -> tuple[DecodeState, list[int]]:
         """Read a prompt from where it differs from the last text; returns the state and cache size."""
-        _, prompts = loop.prompt_arrays(engine, request)
+        _, prompts = prompt_arrays(engine, request)
         _, Q, W = prompts.options.stop_BQW.shape
         sizes = rows.Sizes(prompts.output_BO.shape[1], (Q, W))
         n, reader = len(request.prompts[0]), engine.depth_only
         length = n + int(prompts.options.limit_B[0]) + engine.n_rows
-        slots = loop.power_of_two(length, max(LEAST_SLOTS, LARGE))
+        slots = power_of_two(length, max(LEAST_SLOTS, LARGE))
         prompt = np.array([*request.prompts[0]], np.int32)
         row = self.state if self._row_key == (engine, sizes) else None
         # Drafters pair a position with the token after it, so the last shared token is read again.
@@ -75,7 +75,7 @@ class Dialogue:
             row = rows.read_row(reader, variables, row, piece)
             at = begin + T
         self._row_key, self._prompt = (engine, sizes), request.prompts[0]
-        return loop.with_request(engine, row, request), [slots]
+        return generation.with_request(engine, row, request), [slots]
 
     def _n_shared(self, row: DecodeState | None, prompt: np.ndarray) -> int:
         """Number of the prompt's first tokens that the row's caches hold, the drafter's included."""

@@ -11,8 +11,8 @@ from medusa_jax.api.prompts import Prompt, ends_of, prompt_ids, read_arguments, 
 from medusa_jax.api.results import Options
 from medusa_jax.api.step_sizes import StepSizes
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES, rule_named
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError, one_of
 from medusa_jax.heads.drafter import Backbone, Drafter
@@ -243,7 +243,7 @@ class LoadedModel:
         prompts: Sequence[Prompt],
         options: Sequence[Options],
         ids: Sequence[int] | None = None,
-    ) -> loop.DecodeRequest:
+    ) -> DecodeRequest:
         """Prompts and per-row options in the decode loop's form.
 
         Args:

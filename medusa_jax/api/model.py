@@ -13,8 +13,15 @@ from medusa_jax.api.prompts import Prompt, conversation, is_message, middle, rea
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
 from medusa_jax.api.step_sizes import text_is_free
 from medusa_jax.api.text_stream import Chunk, OnEnd, OnTokens, TextStream, stream_rows
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import generation
 from medusa_jax.decoding.penalties import any_penalties
+from medusa_jax.decoding.request import (
+    MIN_PROMPT,
+    DecodeRequest,
+    output_slots,
+    power_of_two,
+    successive_sizes,
+)
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
@@ -28,7 +35,7 @@ OPTIONS = [field.name for field in dataclasses.fields(Options)]
 class Model(LoadedModel):
     """A backbone with draft heads, ready to decode. Made by `load`."""
 
-    def _shape(self, engine: Engine, request: loop.DecodeRequest) -> tuple[object, ...]:
+    def _shape(self, engine: Engine, request: DecodeRequest) -> tuple[object, ...]:
         """What decides which program a request runs."""
         prompt_length = max(map(len, request.prompts))
         text_length = max(len(p) + n for p, n in zip(request.prompts, request.limits))
@@ -36,24 +43,24 @@ class Model(LoadedModel):
         return (
             engine,
             len(request.prompts),
-            loop.power_of_two(prompt_length, loop.MIN_PROMPT),
-            loop.output_slots(engine, max(request.limits)),
+            power_of_two(prompt_length, MIN_PROMPT),
+            output_slots(engine, max(request.limits)),
             pack_stops(request.stops or ()).shape,
             (any_penalties(request.penalties), request.guides is None),
-            *loop.successive_sizes(engine, prompt_length, needed),
+            *successive_sizes(engine, prompt_length, needed),
         )
 
-    def _compiling(self, engine: Engine, request: loop.DecodeRequest) -> Compiling:
+    def _compiling(self, engine: Engine, request: DecodeRequest) -> Compiling:
         """Compiles the programs of a request, unless they are compiled already."""
         return Compiling(self._stages(engine, request))
 
-    def _stages(self, engine: Engine, request: loop.DecodeRequest) -> Iterator[None]:
+    def _stages(self, engine: Engine, request: DecodeRequest) -> Iterator[None]:
         shape = self._shape(engine, request)
         if shape in self._warm:
             return
         variables = self.variables_by(engine.acceptance)
         if request.guides is None:
-            yield from loop.warm_up(engine, variables, request)
+            yield from generation.warm_up(engine, variables, request)
         else:
             from medusa_jax.decoding import constrained
 
@@ -118,9 +125,9 @@ class Model(LoadedModel):
             return results
         compiling.steps()
         start = time.perf_counter()
-        begun = jax.block_until_ready(loop.begin(engine, variables, request))
+        begun = jax.block_until_ready(generation.begin(engine, variables, request))
         middle = time.perf_counter()
-        progress = loop.finish(engine, variables, request, *begun)
+        progress = generation.finish(engine, variables, request, *begun)
         progress = jax.block_until_ready(progress)
         end = time.perf_counter()
         seconds = (middle - start, end - middle, compiling.seconds)
@@ -259,7 +266,7 @@ class Model(LoadedModel):
         ids: Sequence[int] | None = None,
         tree: str | Tree | None = None,
         acceptance: str = "auto",
-    ) -> tuple[list[Options], Engine, loop.DecodeRequest]:
+    ) -> tuple[list[Options], Engine, DecodeRequest]:
         """The options of each row, the engine and the request of a call of `generate`.
 
         Raises:

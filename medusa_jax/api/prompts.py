@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from medusa_jax.api.results import Options
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.errors import UserError
 from medusa_jax.text.chat import Message, encode_prompt, stop_ids
 from medusa_jax.text.tokenizer import Tokenizer, TurnPrompt
@@ -143,7 +143,7 @@ def request_of(
     eos_ids: Sequence[int],
     ids: Sequence[int] | None = None,
     guides: "list[Guide | None] | None" = None,
-) -> loop.DecodeRequest:
+) -> DecodeRequest:
     """Token ids of prompts with the options of each row, bounded by the model's context.
 
     Args:
@@ -168,7 +168,7 @@ def request_of(
                 f"logit_bias: token {unknown_ids[0]} is outside the vocabulary "
                 f"0..{config.vocab_size - 1}"
             )
-    return loop.DecodeRequest(
+    return DecodeRequest(
         prompts=list(prompts),
         limits=[min(o.max_new_tokens, context - len(p)) for o, p in zip(options, prompts)],
         stops=[_stops(o, eos_ids, config.vocab_size) for o in options],

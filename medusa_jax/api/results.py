@@ -10,8 +10,8 @@ import numpy as np
 
 from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.console import inform
-from medusa_jax.decoding.generate import DecodeRequest
 from medusa_jax.decoding.penalties import PenaltyOptions
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import BROKEN, STOPPED, STUCK
 from medusa_jax.errors import UserError

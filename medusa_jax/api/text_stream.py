@@ -7,7 +7,8 @@ import numpy as np
 
 from medusa_jax.api.compiling import Compiling
 from medusa_jax.api.results import Options, Piece, Result, results_of
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import generation
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine, Progress
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.sharding import Params
@@ -151,11 +152,11 @@ def stream_rows(
     rows: Sequence[Options],
     engine: Engine,
     variables: Params,
-    request: loop.DecodeRequest,
+    request: DecodeRequest,
     compiling: Compiling | None = None,
     watch: OnTokens | None = None,
     ended: OnEnd | None = None,
-    row_cache: loop.RowCache | None = None,
+    row_cache: generation.RowCache | None = None,
 ) -> Iterator[Chunk]:
     """Decode a batch with stop strings: a row that reaches one is cut there.
 
@@ -185,16 +186,16 @@ def stream_rows(
         return batch
 
     reported: set[int] = set()
-    begin = row_cache.begin if row_cache else loop.begin
+    begin = row_cache.begin if row_cache else generation.begin
     begun = begin(engine, variables, request)
     if request.guides is None:
         if steps_pending:
-            progress = loop.copied_progress(engine.depth_only, begun[0])
+            progress = generation.copied_progress(engine.depth_only, begun[0])
             pieces = texts.take(progress)
             prefilled = time.perf_counter()
             yield pieces, None
             compiling.steps()
-        chunks = loop.stream(engine, variables, request, *begun, row_cache)
+        chunks = generation.stream(engine, variables, request, *begun, row_cache)
     else:
         from medusa_jax.decoding import constrained  # here: few requests have constraints
 

@@ -22,19 +22,13 @@ import jax
 import numpy as np
 
 from medusa_jax.constraints.host_work import Guide, RowWork, Workers
-from medusa_jax.decoding import generate
-from medusa_jax.decoding.generate import (
-    DecodeRequest,
-    RowCache,
-    begin,
-    end_rows,
-    end_wanted,
-    grow,
-)
+from medusa_jax.decoding import generation
+from medusa_jax.decoding.generation import RowCache, begin, end_rows, end_wanted, grow
 from medusa_jax.decoding.guided import HostInputs, constrained_step, next_inputs
-from medusa_jax.decoding.masks import ALL, words
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
+from medusa_jax.decoding.token_sets import ALL, words
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.registry import no_drafter
@@ -170,7 +164,7 @@ def stream(
     cache_sizes: list[int],
     row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
-    """Decode like `generate.stream`, for requests with guides.
+    """Decode like `generation.stream`, for requests with guides.
 
     Raises:
       UserError: a guide reached a limit.
@@ -181,8 +175,8 @@ def stream(
         return
     with HostFunction(partial(answer, engine, guides)) as host:
         request = replace(request, host=host)
-        begun = generate.with_request(engine, state, request), cache_sizes
-        yield from generate.stream(engine, variables, request, *begun, row_cache)
+        begun = generation.with_request(engine, state, request), cache_sizes
+        yield from generation.stream(engine, variables, request, *begun, row_cache)
 
 
 def calls_host(engine: Engine) -> bool:
@@ -236,10 +230,10 @@ def stream_steps(
 
 
 def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterator[None]:
-    """Compile like `generate.warm_up`, for requests with guides."""
+    """Compile like `generation.warm_up`, for requests with guides."""
     if calls_host(engine):
         request = replace(request, host=HostFunction(answer))
-        yield from generate.warm_up(engine, variables, request)
+        yield from generation.warm_up(engine, variables, request)
         return
     state, cache_sizes = begin(engine, variables, request)
     yield

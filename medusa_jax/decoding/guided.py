@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.acceptance import Drafts
-from medusa_jax.decoding.masks import NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import after_draft, draft
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
+from medusa_jax.decoding.token_sets import NO_TOKEN, words
 from medusa_jax.host_calls import ask
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.sharding import Params, on_all, pin_state

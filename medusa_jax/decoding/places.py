@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.decoding.copies import Nodes
-from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import counts_down_paths, penalise
 from medusa_jax.decoding.repeats import bar_repeats, node_texts
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine
+from medusa_jax.decoding.token_sets import only
 from medusa_jax.heads.drafter import Backbone
 
 

@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.decoding.generate import DecodeRequest, row_options
 from medusa_jax.decoding.logprobs import Logprobs
-from medusa_jax.decoding.masks import NO_TOKEN
 from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.decoding.prefill import (
     PromptPiece,
@@ -25,6 +23,7 @@ from medusa_jax.decoding.prefill import (
     read_piece,
     with_first_token,
 )
+from medusa_jax.decoding.request import DecodeRequest, row_options
 from medusa_jax.decoding.state import (
     PREDICTED,
     DecodeState,
@@ -35,6 +34,7 @@ from medusa_jax.decoding.state import (
 )
 from medusa_jax.decoding.step import write_tokens
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
+from medusa_jax.decoding.token_sets import NO_TOKEN
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import rewind_state
 from medusa_jax.sharding import Params, PyTree, pin_state

@@ -17,8 +17,8 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
-from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
+from medusa_jax.decoding.token_sets import ALL
 from medusa_jax.model.kernels import Kernels
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.api import Model, Options
-from medusa_jax.decoding.generate import power_of_two, row_options
-from medusa_jax.decoding.masks import words
 from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import Places, adjust
+from medusa_jax.decoding.request import power_of_two, row_options
 from medusa_jax.decoding.sampling import filtered, gumbel
+from medusa_jax.decoding.token_sets import words
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree.tree import Tree

@@ -7,7 +7,7 @@ import numpy as np
 
 from medusa_jax.api.model import Model
 from medusa_jax.api.results import Options
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import generation
 from medusa_jax.decoding import step as parts
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.sampling import filtered, gumbel
@@ -34,9 +34,9 @@ def take_steps(
     n_tokens = n * engine.tree.path_length
     options = Options(max_new_tokens=n_tokens, temperature=temperature, seed=seed)
     request = model.request([prompt], [options])
-    state, sizes = loop.begin(engine, model.variables, request)
+    state, sizes = generation.begin(engine, model.variables, request)
     if len(sizes) > 1:  # room for all steps, since a loop stops when its cache is full
-        state = loop.grow(engine.depth_only, sizes[-1], state)
+        state = generation.grow(engine.depth_only, sizes[-1], state)
     state, _ = decode_loop(engine, model.variables, state, np.int32(n - 1))
 
     @jax.jit

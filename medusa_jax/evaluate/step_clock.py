@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.decoding.generate import DecodeRequest, power_of_two, prompt_arrays
+from medusa_jax.decoding.request import DecodeRequest, power_of_two, prompt_arrays
 from medusa_jax.decoding.rows import Sizes, begin_row, idle
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import step_of

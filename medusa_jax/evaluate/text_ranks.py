@@ -17,7 +17,7 @@ import numpy as np
 from medusa_jax.api import Model, Options
 from medusa_jax.api.prompts import Prompt, equal_batches
 from medusa_jax.decoding.copies import REPEATS
-from medusa_jax.decoding.generate import power_of_two
+from medusa_jax.decoding.request import power_of_two
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.evaluate.ranks import copied_lengths, rank_tuples
 from medusa_jax.files.json_files import optional_json

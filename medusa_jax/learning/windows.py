@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model
-from medusa_jax.decoding.generate import power_of_two
+from medusa_jax.decoding.request import power_of_two
 from medusa_jax.evaluate.ranks import CHUNK
 from medusa_jax.evaluate.text_ranks import Text
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows

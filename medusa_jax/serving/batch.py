@@ -12,19 +12,19 @@ from medusa_jax.api.step_sizes import text_is_free
 from medusa_jax.constraints.host_work import Guide
 from medusa_jax.decoding import constrained, rows
 from medusa_jax.decoding.acceptance import rule_named
-from medusa_jax.decoding.generate import (
+from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.penalties import PenaltyOptions
+from medusa_jax.decoding.prefill import PromptPiece
+from medusa_jax.decoding.request import (
     MIN_PROMPT,
     DecodeRequest,
     output_slots,
     power_of_two,
     row_options,
 )
-from medusa_jax.decoding.loop import decode_loop
-from medusa_jax.decoding.masks import NO_TOKEN
-from medusa_jax.decoding.penalties import PenaltyOptions
-from medusa_jax.decoding.prefill import PromptPiece
 from medusa_jax.decoding.state import PREDICTED, DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
+from medusa_jax.decoding.token_sets import NO_TOKEN
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.serving.echo import LEAST_SLOTS, MOST_BEST, echo_of
 from medusa_jax.serving.extras import BatchExtras, parts_of

@@ -13,8 +13,8 @@ from medusa_jax.api.results import logprobs_of_row, results_of
 from medusa_jax.constraints.guide import SLOW_MASKS, Patience
 from medusa_jax.constraints.host_work import Guide
 from medusa_jax.decoding.acceptance import rule_named
-from medusa_jax.decoding.generate import DecodeRequest
 from medusa_jax.decoding.penalties import any_penalties
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.errors import UserError

@@ -20,9 +20,9 @@ from medusa_jax.constraints.child import grammar_of
 from medusa_jax.constraints.grammars import BLANKS
 from medusa_jax.constraints.runs import Layout, forced
 from medusa_jax.cpu import asks, library
-from medusa_jax.decoding import constrained
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import constrained, generation
 from medusa_jax.decoding.constrained import FEW, MANY, with_runs
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.stopping import PAUSED
 from medusa_jax.host_calls import HostFunction
 
@@ -87,7 +87,7 @@ def test_texts_with_runs_are_those_of_plain_decoding(
             engine, variables = fresh_medusa(config, tree, acceptance, seed=7)
             engine = with_runs(engine, heads)
             drawn = {"temperature": [0.8, 1.0, 0.0], "seed": [seed] * 3}
-            request = loop.DecodeRequest(
+            request = DecodeRequest(
                 [[4], [5, 6], [7, 8, 9]],
                 [40, 30, 41],
                 guides=[Rule(seed, forcing=0.8), None, Rule(seed + 9, dead=True)],
@@ -110,7 +110,7 @@ def request_of(guide, tokens=40):
     """An engine, its variables and a request of one row with a guide."""
     config = tiny_arch(vocab_size=V, n_layers=1)
     engine, variables = fresh_medusa(config, Tree.none(), seed=7)
-    request = loop.DecodeRequest([[4]], [tokens], guides=[guide], stops=[((EOS,),)])
+    request = DecodeRequest([[4]], [tokens], guides=[guide], stops=[((EOS,),)])
     return with_runs(engine, False), variables, request
 
 
@@ -145,7 +145,10 @@ def test_a_closed_stream_lets_its_loop_end():
     guide, go_on = Rule(1), threading.Event()
     guide.fill = lambda into_W: go_on.wait(60) and Rule.fill(guide, into_W)
     engine, variables, request = request_of(guide)
-    dialogue, begun = SimpleNamespace(state=None), loop.begin(engine, variables, request)
+    dialogue, begun = (
+        SimpleNamespace(state=None),
+        generation.begin(engine, variables, request),
+    )
     chunks = constrained.stream(engine, variables, request, *begun, dialogue)
     next(chunks)
     chunks.close()

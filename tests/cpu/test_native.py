@@ -17,7 +17,7 @@ from trees import random_tree
 from medusa_jax.cpu import library, norm
 from medusa_jax.cpu import rotate as rotate_native
 from medusa_jax.cpu.panels import Panels
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.kernels.cpu import CpuKernels
@@ -173,7 +173,7 @@ def test_layers_of_every_shape(shape):
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 70, (2, 9)))
     by_xla = native[0].clone(kernels=CpuKernels())
     assert_close(run(*native, tokens), run(by_xla, plain, tokens), roundings=1024)
-    request = loop.DecodeRequest([[1, 2, 3], [4], [5, 6, 7, 8, 9]], [40] * 3)
+    request = DecodeRequest([[1, 2, 3], [4], [5, 6, 7, 8, 9]], [40] * 3)
     given = config, (None, *stored_model(config, "int8")), request
     text = plain_texts(*given)
     progress = drafted(*given, text, random_tree(np.random.default_rng(0), 12, 4), 0)
@@ -227,10 +227,10 @@ def test_texts_are_equal_bit_for_bit(model, rule):
     """With a tree and without, in float32: no mismatch, and none explained. Sampled from all tokens,
     from a nucleus, and through every filter at once."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    request = loop.DecodeRequest(prompts, [120] * 3)
+    request = DecodeRequest(prompts, [120] * 3)
     if rule == "sampled":
         filters = {"top_p": [1.0, 0.9, 0.8], "top_k": [0, 0, 30], "min_p": [0.0, 0.0, 0.02]}
-        request = loop.DecodeRequest(prompts, [120] * 3, temperature=[1.0] * 3, **filters)
+        request = DecodeRequest(prompts, [120] * 3, temperature=[1.0] * 3, **filters)
     given = CONFIG, (None, *model), request
     plain = plain_texts(*given, rule)
     tree = random_tree(np.random.default_rng(0), 12, 4)

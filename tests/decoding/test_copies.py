@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from planted import drafted, plain_texts, planted, random_model
 from tiny import tiny_arch
 
-from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.copies import NGRAM, copied_tokens, with_copies
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.evaluate.ranks import copied_lengths
 from medusa_jax.heads.drafter import Proposal
@@ -136,7 +136,7 @@ def check_copied(prompt, tokens, depths):
 def test_copies_save_steps():
     """A small vocabulary, so that much repeats."""
     model = random_model(CONFIG, 3)
-    request = loop.DecodeRequest([[1, 2, 1], [5], [3, 4, 3, 4, 3, 6, 0]], [40, 17, 33])
+    request = DecodeRequest([[1, 2, 1], [5], [3, 4, 3, 4, 3, 6, 0]], [40, 17, 33])
     known = plain_texts(CONFIG, model, request)
     steps = {}
     for tree in (TREE, SPARED, TREE.drafted):

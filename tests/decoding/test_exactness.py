@@ -34,8 +34,8 @@ from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import trees
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.penalties import PenaltyOptions
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.decoding.stopping import LIMIT, STOPPED, STUCK
 from medusa_jax.kernels import tpu, tpu_operations
@@ -88,7 +88,7 @@ class Mechanism:
         """A new one: a guide is used once."""
         sampled = SAMPLED | {"seed": [seed, seed + 1, seed]}
         drawn = {} if acceptance == "greedy" else sampled
-        return loop.DecodeRequest(PROMPTS, LIMITS, **drawn, **self.fields(seed))
+        return DecodeRequest(PROMPTS, LIMITS, **drawn, **self.fields(seed))
 
     def scores(self, request, row, logits_TV, text):
         """What each token of a row's text is the best of [T, V], by the definitions of its options."""
@@ -255,7 +255,7 @@ def test_a_row_does_not_depend_on_its_slot_or_its_batch_mates(acceptance):
 
     def texts(order, ids=None):
         picked = {name: [column[row] for row in order] for name, column in rows.items()}
-        request = loop.DecodeRequest(**picked, ids=list(ids or order))
+        request = DecodeRequest(**picked, ids=list(ids or order))
         return texts_of(decoded(engine, variables, request))
 
     together = texts([0, 1, 2])
@@ -274,7 +274,7 @@ def test_float32_differs_only_at_ties():
     """
     config, prompt, parted = tiny_arch(vocab_size=60), [1, 2, 3], 0
     for seed in range(4):
-        params, request = random_params(config, seed), loop.DecodeRequest([prompt], [40])
+        params, request = random_params(config, seed), DecodeRequest([prompt], [40])
         model = params, *decoder(config, params, jnp.float32)
         [expected] = plain_texts(config, model, request)
         progress = drafted(config, model, request, [expected], Tree.cartesian([2, 2]), seed)

@@ -16,8 +16,8 @@ from scipy.special import softmax
 from tiny import decoder, forward_logits, random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import Accepted, targets
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.decoding.state import Engine
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
@@ -102,7 +102,7 @@ def draws(acceptance, setting, tree=TREE, batches=BATCHES, ids=(), baseline=None
     for batch in range(batches):
         own = range(batch * ROWS, (batch + 1) * ROWS)
         fields["seed"] = [other.get("seed", seed) for seed in own]
-        request = loop.DecodeRequest([PROMPT] * ROWS, [4] * ROWS, stops, **fields)
+        request = DecodeRequest([PROMPT] * ROWS, [4] * ROWS, stops, **fields)
         progress = decoded(engine, variables, request)
         tokens.append(np.asarray(progress.tokens_BO)[:, :3])
         histogram = histogram + np.asarray(progress.histogram_BL).sum(0)

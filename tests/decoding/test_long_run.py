@@ -17,7 +17,7 @@ from planted import drafted, filtered_scores, plain_texts, sampling_of, texts_of
 from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import random_tree
 
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.sampling import gumbel, row_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
@@ -69,7 +69,7 @@ def test_a_hundred_thousand_tokens(dtype):
             prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
             fields = {k: [v] * batch for k, v in mode.items()}
             seeds = rng.integers(0, 2**31, batch).tolist()
-            request = loop.DecodeRequest(prompts, [NEW] * batch, seed=seeds, **fields)
+            request = DecodeRequest(prompts, [NEW] * batch, seed=seeds, **fields)
             expected = plain_texts(config, model, request, acceptance)
             tree, seed = random_tree(rng, NODES, DEPTH), int(rng.integers(2**31))
             given = config, model, request, expected

@@ -16,11 +16,12 @@ from planted import PROMPTS, decoded, fresh_medusa, texts_of
 from tiny import tiny_arch
 from trees import TreeArrays, trees
 
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import generation
 from medusa_jax.decoding.constrained import host_inputs
-from medusa_jax.decoding.masks import NO_TOKEN
 from medusa_jax.decoding.penalties import PenaltyOptions, penalise, penalties_of
 from medusa_jax.decoding.repeats import bar_repeats, node_texts
+from medusa_jax.decoding.request import DecodeRequest
+from medusa_jax.decoding.token_sets import NO_TOKEN
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -102,9 +103,7 @@ def test_other_rules_judge_by_penalised_logits(acceptance):
         PenaltyOptions(presence=1000.0),
         PenaltyOptions(bias=tuple((i, -1e4) for i in range(V - 2))),
     ]
-    request = loop.DecodeRequest(
-        PROMPTS, [9] * 3, temperature=[1.0, 1.0, 2.0], penalties=asked
-    )
+    request = DecodeRequest(PROMPTS, [9] * 3, temperature=[1.0, 1.0, 2.0], penalties=asked)
     progress = decoded(engine, variables, request)
     first, second, third = texts_of(progress)
     assert first == [7] * 9 and len(set(second)) == 9 and set(third) <= {V - 2, V - 1}
@@ -117,7 +116,7 @@ def test_a_text_that_is_forced_is_drafted():
     engine, variables = fresh_medusa(CONFIG, Tree.chain(3), n_heads=3)
 
     def lengths(forcing):
-        request = loop.DecodeRequest([[4]], [41], guides=[Rule(3, forcing=forcing)])
+        request = DecodeRequest([[4]], [41], guides=[Rule(3, forcing=forcing)])
         return np.asarray(decoded(engine, variables, request).histogram_BL)[0]
 
     assert lengths(1.0).tolist() == [0, 0, 0, 10]
@@ -128,8 +127,8 @@ def test_guesses_after_each_node():
     """The guesses after a node are scored as its children are; after a copied node, as its depth is."""
     tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [-1], [-1, -1]])
     engine, variables = fresh_medusa(CONFIG, tree, "sampled")
-    request = loop.DecodeRequest([[4], [5]], [9, 9], temperature=[1.0, 0.5])
-    state, _ = loop.begin(engine, variables, request)
+    request = DecodeRequest([[4], [5]], [9, 9], temperature=[1.0, 0.5])
+    state, _ = generation.begin(engine, variables, request)
     ahead = host_inputs(engine, variables, state)
     nodes, guesses = np.asarray(ahead.drafts.nodes_BM), np.asarray(ahead.guesses_BMK)
     for node in range(1, tree.n_nodes):

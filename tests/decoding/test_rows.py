@@ -5,10 +5,10 @@ import pytest
 from planted import decoded, planted, random_model, texts_of
 from tiny import tiny_arch
 
-from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding import rows
-from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding import generation, rows
+from medusa_jax.decoding.loop import FOREVER, decode_loop
 from medusa_jax.decoding.prefill import PromptPiece
+from medusa_jax.decoding.request import DecodeRequest, row_options
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import LIMIT, PAUSED, RUNNING, STOPPED
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
@@ -27,30 +27,30 @@ def test_rows_wait_for_their_turn_and_for_room():
     _, llama, backbone = random_model(CONFIG, 1)
     engine = Engine(llama, planted(CONFIG), Tree.none(), "sampled")
     variables = {"backbone": backbone, "heads": {}}
-    request = loop.DecodeRequest(
+    request = DecodeRequest(
         [[1, 2, 3, 4, 5] * 24, [1, 2, 3]], [30, 20], temperature=[1.5, 1.5], seed=[1, 2]
     )
     whole = decoded(engine, variables, request)
 
     def run_only(state, *wanted):
-        steps, few = np.int32(loop.FOREVER), np.int32(0)
+        steps, few = np.int32(FOREVER), np.int32(0)
         return rows.run_only(engine, state.status_B, np.array(wanted, np.int32), steps, few)
 
     def go_on(state, *wanted):
         status_B, steps = run_only(state, *wanted)
         return decode_loop(engine, variables, state.replace(status_B=status_B), steps)
 
-    state, [slots, more] = loop.begin(engine, variables, request)
+    state, [slots, more] = generation.begin(engine, variables, request)
     state, full = go_on(state, RUNNING, RUNNING)
     assert full.length_B.tolist() == [slots, 3 + slots - 120]
     state, still = go_on(state, PAUSED, RUNNING)
     assert still.steps_B.tolist() == full.steps_B.tolist()
-    state, second = go_on(loop.grow(engine, more, state), PAUSED, RUNNING)
+    state, second = go_on(generation.grow(engine, more, state), PAUSED, RUNNING)
     assert second.steps_B.tolist() == [full.steps_B[0], whole.steps_B[1]]
     assert second.status_B.tolist() == [PAUSED, LIMIT]
     # One that has ended without the host's knowledge makes the next chunk short.
     assert int(run_only(state, RUNNING, RUNNING)[1]) == 0
-    assert int(run_only(state, RUNNING, STOPPED)[1]) == loop.FOREVER
+    assert int(run_only(state, RUNNING, STOPPED)[1]) == FOREVER
     state, both = go_on(state, RUNNING, STOPPED)
     assert both.status_B.tolist() == [LIMIT, LIMIT]
     assert both.steps_B.tolist() == whole.steps_B.tolist()
@@ -63,7 +63,7 @@ def test_a_drafter_goes_on_from_where_texts_part():
     drafter = make_drafter(PromptLookupConfig(tokens=2), CONFIG)
     engine = Engine(llama, drafter, Tree.chain(2))
     variables = {"backbone": backbone, "heads": {}}
-    options = loop.row_options(loop.DecodeRequest([[0]], [9]), CONFIG.vocab_size)
+    options = row_options(DecodeRequest([[0]], [9]), CONFIG.vocab_size)
     state = rows.idle(engine, rows.Sizes(64, (1, 1)), 2, 32)
 
     def read(state, source, prompt, begin):

@@ -10,7 +10,7 @@ from planted import PROMPTS, decoded, drafted, plain_texts, random_model, texts_
 from shapes import SHAPES, tiny_shape
 from tiny import forward_logits, write_model
 
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.llama import Llama
@@ -22,7 +22,7 @@ DRAFTERS = {
     "eagle3": Tree.cartesian([2, 2, 1]),
     "dspark": Tree.chain(3),
 }
-REQUEST = loop.DecodeRequest(PROMPTS, [24, 17, 29])
+REQUEST = DecodeRequest(PROMPTS, [24, 17, 29])
 ON_MESHES = r"""
 import json, sys
 import jax

@@ -10,8 +10,9 @@ import pytest
 from planted import texts_of
 from tiny import decoder, forward_logits, random_params, tiny_arch
 
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import generation
 from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine, progress_of
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone
@@ -68,9 +69,9 @@ def test_window_and_pool_are_those_of_plain_python_step_by_step():
     drafter, _ = family.baseline_of(NAME, CONFIG)
     W, N, G = 4, 4, 3
     engine = Engine(llama, drafter, drafter.default_tree)
-    request = loop.DecodeRequest([[1, 2, 3, 1, 2], [5]], [60, 60])
+    request = DecodeRequest([[1, 2, 3, 1, 2], [5]], [60, 60])
     variables = {"backbone": backbone, "heads": {}}
-    state, _ = loop.begin(engine, variables, request)
+    state, _ = generation.begin(engine, variables, request)
     start = np.asarray(state.drafter.window_BX)
     rows = [ByHand(CONFIG, params, start[b].tolist(), W, N, G) for b in range(2)]
     for _ in range(7):

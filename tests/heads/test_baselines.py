@@ -11,7 +11,7 @@ from planted import decoded
 from tiny import decoder, random_params, tiny_arch
 from trees import random_tree
 
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.heads.draft_model import DraftModelConfig
@@ -132,7 +132,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(acceptance, tree):
     engine = Engine(llama, drafter, tree, acceptance)
     variables = {"backbone": backbone, "heads": {"model": backbone}}
     steps = 26 if acceptance == "greedy" else 5  # the greedy row outgrows its first cache
-    request = loop.DecodeRequest(
+    request = DecodeRequest(
         [[1, 2, 3], [4], list(range(40))],
         [1 + 8 * L, 1 + 2 * L, 1 + steps * L],
         temperature=None if acceptance == "greedy" else [1.0, 0.0, 0.7],

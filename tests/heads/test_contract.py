@@ -22,11 +22,12 @@ from tiny import decoder, tiny_arch
 from trees import WILD
 
 from medusa_jax import model
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import generation
 from medusa_jax.decoding import prefill as reading
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.request import DecodeRequest, prompt_arrays
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
@@ -239,7 +240,7 @@ def seven(tied=False):
 
 def request_of(acceptance):
     drawn = {"temperature": [1.0, 0.0, 0.7], "top_p": [1.0, 1.0, 0.9], "seed": [1, 2, 1]}
-    return loop.DecodeRequest(PROMPTS, LIMITS, **({} if acceptance == "greedy" else drawn))
+    return DecodeRequest(PROMPTS, LIMITS, **({} if acceptance == "greedy" else drawn))
 
 
 @cache
@@ -283,8 +284,8 @@ def prefilled(engine, variables, monkeypatch, piece):
     slots, length = 80, np.array([20, 8, 1, 17])
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 7, n).tolist() for n in length]
-    request = loop.DecodeRequest(prompts, [30] * 4, temperature=[1.0] * 4)
-    _, arrays = loop.prompt_arrays(engine, request)
+    request = DecodeRequest(prompts, [30] * 4, temperature=[1.0] * 4)
+    _, arrays = prompt_arrays(engine, request)
     prompt_BT = arrays.prompt_BT
     after_BT = np.arange(prompt_BT.shape[1]) >= length[:, None]
     prompt_BT = np.where(after_BT, rng.integers(0, 7, prompt_BT.shape), prompt_BT)
@@ -330,7 +331,9 @@ def test_plain_steps_of_a_gated_engine_are_read_later(name):
     ends = []
     for tree, gated, gates in ((plain, (), None), (engine.tree, sizes, gate)):
         one = dataclasses.replace(engine, tree=tree, gated=gated)
-        state, _ = loop.begin(one, variables, dataclasses.replace(request, gate=gates))
+        state, _ = generation.begin(
+            one, variables, dataclasses.replace(request, gate=gates)
+        )
         state, _ = decode_loop(one, variables, state, np.int32(40))
         ends.append(visible(state.drafter, state.cache.slots, np.asarray(state.length_B)))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), *ends)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from medusa_jax.decoding.masks import words
+from medusa_jax.decoding.token_sets import words
 
 V, EOS = 41, 7
 

@@ -14,8 +14,7 @@ from trees import TreeArrays
 
 from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.decoding import constrained
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import constrained, generation
 from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
 from medusa_jax.decoding.state import Engine, Progress, progress_of
 from medusa_jax.decoding.step import decode_step
@@ -118,18 +117,18 @@ def decode_traced(engine: Engine, variables, state, tree: TreeArrays) -> Progres
 
 def streamed(engine, variables, request, steps=None):
     """Stream a request, with or without guides; `steps` sets the length of all chunks."""
-    parts = engine, variables, request, *loop.begin(engine, variables, request)
+    parts = engine, variables, request, *generation.begin(engine, variables, request)
     with pytest.MonkeyPatch.context() as patch:
         if steps:
-            patch.setattr(loop, "CHUNK_STEPS", (steps, steps))
-        yield from (constrained if request.guides else loop).stream(*parts)
+            patch.setattr(generation, "CHUNK_STEPS", (steps, steps))
+        yield from (constrained if request.guides else generation).stream(*parts)
 
 
 def decoded(engine, variables, request) -> Progress:
     """The progress at the end of a request, with guides or without."""
     if request.guides is None:
-        begun = loop.begin(engine, variables, request)
-        return loop.finish(engine, variables, request, *begun)
+        begun = generation.begin(engine, variables, request)
+        return generation.finish(engine, variables, request, *begun)
     *_, progress = streamed(engine, variables, request)
     return progress
 
@@ -151,9 +150,9 @@ def drafted(
     if example is None:
         progress = decoded(engine, variables, request)
     else:
-        state, cache_sizes = loop.begin(engine, variables, request)
+        state, cache_sizes = generation.begin(engine, variables, request)
         if len(cache_sizes) > 1:  # this loop does not grow the cache
-            state = loop.grow(engine, cache_sizes[-1], state)
+            state = generation.grow(engine, cache_sizes[-1], state)
         progress = decode_traced(engine, variables, state, TreeArrays.of(tree))
     check_counts(progress)
     return progress

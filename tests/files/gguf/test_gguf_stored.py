@@ -32,7 +32,7 @@ from medusa_jax import Options
 from medusa_jax.commands.decode_report import describe
 from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
-from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.evaluate.weight_bytes import bytes_per_token, stored_as
 from medusa_jax.files.gguf.reader import read_gguf
 from medusa_jax.files.hf_config import read_config
@@ -215,7 +215,7 @@ def test_blocks_of_every_shape(arch, tmp_path, tokenizer_json):
     ones = jnp.ones((1, len(PROMPT)), int)
     args = jnp.asarray([PROMPT]), jnp.arange(len(PROMPT))[None], ones
     assert_close(*(m.backbone.forward(*args) for m in (model, floats)), roundings=8192)
-    request = loop.DecodeRequest([PROMPT, PROMPT[:1], PROMPT[:4]], [40, 31, 40])
+    request = DecodeRequest([PROMPT, PROMPT[:1], PROMPT[:4]], [40, 31, 40])
     given = model.config, (None, model.engine().llama, model.variables["backbone"]), request
     plain = plain_texts(*given)
     progress = drafted(*given, plain, random_tree(np.random.default_rng(0), 12, 4), 0)

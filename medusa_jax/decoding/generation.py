@@ -6,41 +6,29 @@ inside a loop: it dispatches the next loop before it reads the previous one's re
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Generator, Iterator
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from medusa_jax.arch import DELTA, EPSILON
-from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.loop import FOREVER, decode_loop
-from medusa_jax.decoding.masks import first_bits
-from medusa_jax.decoding.penalties import PenaltyOptions, penalties_of
-from medusa_jax.decoding.prefill import PromptArrays, prefill
-from medusa_jax.decoding.sampling import Sampling, row_keys
+from medusa_jax.decoding.prefill import prefill
+from medusa_jax.decoding.request import DecodeRequest, prompt_arrays
 from medusa_jax.decoding.state import (
     DecodeState,
     Engine,
     Progress,
-    RowOptions,
     copied_progress,
     text_slots,
 )
-from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
-from medusa_jax.decoding.stopping import RUNNING, STOPPED, pack_stops
+from medusa_jax.decoding.step_costs import ChunkClock
+from medusa_jax.decoding.stopping import RUNNING, STOPPED
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import grow_state
-from medusa_jax.host_calls import HostFunction
 from medusa_jax.sharding import Params, pin_state, placed
 
-if TYPE_CHECKING:
-    from medusa_jax.constraints.host_work import Guide
-
-MIN_PROMPT = 16
 # A stream's chunks grow between these numbers of steps while they take less than these seconds: the host takes a core
 # from the steps when it sends a chunk and shows its text.
 CHUNK_STEPS, PACE = (8, 32), 0.1
@@ -64,74 +52,6 @@ def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
         text_BS=text_BS,
     )
     return pin_state(engine.llama.mesh, larger)
-
-
-def power_of_two(n: int, minimum: int) -> int:
-    """The smallest power of two that is at least n and at least `minimum`."""
-    return max(minimum, 1 << max(0, n - 1).bit_length())
-
-
-def successive_sizes(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
-    """Successive cache sizes: powers of two, up to the first that suffices.
-
-    Args:
-      longest_prompt: tokens of the longest prompt.
-      needed: slots of the longest possible row, prompt + limit + `engine.n_rows`.
-    """
-    first = power_of_two(longest_prompt + engine.n_rows, engine.kernels.least_slots)
-    cache_sizes = [first]
-    while cache_sizes[-1] < needed:
-        cache_sizes.append(2 * cache_sizes[-1])
-    return cache_sizes
-
-
-def output_slots(engine: Engine, limit: int) -> int:
-    """Slots for new tokens: `limit` plus a whole path, rounded up to a power of two.
-
-    Requests with similar limits share one compiled program.
-    """
-    return power_of_two(limit + engine.tree.path_length, 64)
-
-
-@dataclass
-class DecodeRequest:
-    """Prompts and options of a batch, on the host; one entry per row.
-
-    Attributes:
-      prompts: token ids, none empty.
-      limits: maximum number of tokens to emit per row, at least 1; prompt + limit must fit the context.
-      stops: per row the token sequences that end it; they stay in the text. EOS ids are sequences of
-        length 1.
-      temperature, top_k, top_p, min_p, seed: per-row sampling parameters.
-      ids: request ids for the noise, by default the row numbers.
-      epsilon, delta: thresholds of typical acceptance.
-      penalties: biases and penalties.
-      guides: the constraint of each row, not used before; None if no row has one.
-      host: answers the steps with guides, `guided.guided_step`.
-      gate: of a gated engine, before the first step.
-      costs: of its sizes; streams measure them.
-      sizes: nodes of the trees that steps may take, if the caller gave no tree.
-      predicted: tokens that are expected in each text, for served rows to copy drafts from.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    limits: Sequence[int]
-    stops: Sequence[Sequence[Sequence[int]]] | None = None
-    temperature: Sequence[float] | None = None
-    top_k: Sequence[int] | None = None
-    top_p: Sequence[float] | None = None
-    min_p: Sequence[float] | None = None
-    seed: Sequence[int] | None = None
-    ids: Sequence[int] | None = None
-    epsilon: Sequence[float] | None = None
-    delta: Sequence[float] | None = None
-    penalties: Sequence[PenaltyOptions] | None = None
-    guides: "Sequence[Guide | None] | None" = None
-    host: HostFunction | None = None
-    gate: Gate | None = None
-    costs: StepCosts | None = None
-    sizes: Sequence[int] = ()
-    predicted: Sequence[Sequence[int]] | None = None
 
 
 class RowCache(Protocol):
@@ -167,61 +87,6 @@ def fields_of(request: DecodeRequest) -> dict[str, Any]:
     """Fields of the state that a request sets."""
     host_1 = np.array([request.host.number], np.int32) if request.host else None
     return {"gate": request.gate, "host_1": host_1}
-
-
-# On the host; `row_keys` is called in traces, too.
-keys_of_rows = program()(row_keys)
-
-
-def row_options(
-    request: DecodeRequest, vocab_size: int, stops: tuple[int, int] = (1, 1)
-) -> RowOptions:
-    """The options of each row of a request, in NumPy's arrays.
-
-    Args:
-      stops: least numbers of stop sequences and of tokens of each.
-    """
-    B = len(request.prompts)
-
-    def per_row(values: Sequence | None, default: float, dtype: DTypeLike) -> Any:
-        return np.array(values if values is not None else [default] * B, dtype)
-
-    ids = request.ids if request.ids is not None else range(B)
-    sampling = Sampling(
-        temperature_B=per_row(request.temperature, 0.0, np.float32),
-        top_k_B=per_row(request.top_k, 0, np.int32),
-        top_p_B=per_row(request.top_p, 1.0, np.float32),
-        min_p_B=per_row(request.min_p, 0.0, np.float32),
-        key_B=keys_of_rows(per_row(request.seed, 0, np.uint32), np.array(ids, np.uint32)),
-        epsilon_B=per_row(request.epsilon, EPSILON, np.float32),
-        delta_B=per_row(request.delta, DELTA, np.float32),
-        penalties=penalties_of(request.penalties, request.prompts, vocab_size),
-        first_BW=first_bits(request.guides, vocab_size),
-    )
-    stop_BQW: Any = pack_stops(request.stops or [()] * B, stops)
-    return RowOptions(sampling, per_row(request.limits, 0, np.int32), stop_BQW)
-
-
-def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], PromptArrays]:
-    """Successive cache sizes of a request, and its arrays for `prefill` with the first size."""
-    B = len(request.prompts)
-    lengths: Any = np.array([len(p) for p in request.prompts], np.int32)
-    options = row_options(request, engine.llama.config.vocab_size)
-    limits: Any = options.limit_B
-    if lengths.min() < 1 or limits.min() < 1:
-        raise ValueError("every row needs a prompt of at least one token and a limit >= 1")
-    needed = int((lengths + limits).max()) + engine.n_rows
-    cache_sizes = successive_sizes(engine, int(lengths.max()), needed)
-    T = min(power_of_two(int(lengths.max()), MIN_PROMPT), cache_sizes[0])
-    prompt_BT: Any = np.zeros((B, T), np.int32)
-    for row, prompt in enumerate(request.prompts):
-        prompt_BT[row, : len(prompt)] = prompt
-
-    output: Any = np.zeros((B, output_slots(engine, int(limits.max()))), np.int32)
-    prompts = PromptArrays(
-        prompt_BT=prompt_BT, prompt_length_B=lengths, options=options, output_BO=output
-    )
-    return cache_sizes, prompts
 
 
 def finish(

@@ -23,8 +23,9 @@ from tiny import tiny_arch
 
 from examples.lookahead import Lookahead, LookaheadConfig
 from medusa_jax import programs
-from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding import generation
+from medusa_jax.decoding.loop import FOREVER, decode_loop
+from medusa_jax.decoding.request import DecodeRequest, successive_sizes
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import LIMIT, STOPPED
 from medusa_jax.devices.platforms import Program
@@ -47,7 +48,7 @@ def request_of(limits, stops=()):
     """Sixteen rows of one prompt that differ only in their request ids."""
     rows = len(limits)
     drawn = {"temperature": [1.5] * rows, "seed": [11] * rows}
-    return loop.DecodeRequest([[1, 2, 3]] * rows, limits, [stops] * rows, **drawn)
+    return DecodeRequest([[1, 2, 3]] * rows, limits, [stops] * rows, **drawn)
 
 
 @cache
@@ -168,7 +169,7 @@ def test_the_next_chunk_is_under_way_before_the_last_is_looked_at(monkeypatch):
     def sent(*args):
         return events.append("sent") or true(*args)
 
-    monkeypatch.setattr(loop, "decode_loop", sent)
+    monkeypatch.setattr(generation, "decode_loop", sent)
     for _ in streamed(engine, variables, request_of([NEW] * ROWS), 2):
         events.append("looked at")
     assert events == ["sent", "looked at"] * 5
@@ -179,14 +180,14 @@ def test_the_cache_grows_under_the_text():
     _, llama, backbone = random_model(CONFIG, 1)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, 100).tolist(), rng.integers(0, VOCAB, 30).tolist()]
-    request = loop.DecodeRequest(prompts, [380, 300], temperature=[1.2, 1.2], seed=[1, 1])
+    request = DecodeRequest(prompts, [380, 300], temperature=[1.2, 1.2], seed=[1, 1])
     plain = Engine(llama, planted(CONFIG), Tree.none(), "sampled")
     variables = {"backbone": backbone, "heads": {}}
     # The reference has all slots from the start.
-    state, cache_sizes = loop.begin(plain, variables, request)
+    state, cache_sizes = generation.begin(plain, variables, request)
     assert cache_sizes == [128, 256, 512]
-    state = loop.grow(plain, 512, state)
-    _, progress = decode_loop(plain, variables, state, np.int32(loop.FOREVER))
+    state = generation.grow(plain, 512, state)
+    _, progress = decode_loop(plain, variables, state, np.int32(FOREVER))
     expected = texts_of(progress)
     assert [len(t) for t in expected] == [380, 300]
     tree = Tree.from_choices([[0], [1], [0, 0], [1, 1], [1, 1, 0]])
@@ -206,7 +207,7 @@ def test_the_state_is_donated_and_the_progress_is_not():
     engine, variables = all_accepted()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "some donated buffers were not usable"
-        state, _ = loop.begin(engine, variables, request_of([NEW] * ROWS))
+        state, _ = generation.begin(engine, variables, request_of([NEW] * ROWS))
         after, progress = decode_loop(engine, variables, state, np.int32(2))
         last, _ = decode_loop(engine, variables, after, np.int32(2))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state, after)))
@@ -219,10 +220,15 @@ def test_warming_up_compiles_all():
     """It takes no step, and the run after it compiles nothing more."""
     engine, variables = all_accepted()
     request = request_of([NEW] * ROWS, [(6,)])
-    programs = decode_loop, loop.prefill, loop.copied_progress, loop.end_rows
+    programs = (
+        decode_loop,
+        generation.prefill,
+        generation.copied_progress,
+        generation.end_rows,
+    )
     for program in programs[2:]:  # small ones, which other tests have compiled
         program.clear_cache()
-    list(loop.warm_up(engine, variables, request))
+    list(generation.warm_up(engine, variables, request))
     before = [program._cache_size() for program in programs]
     progress = decoded(engine, variables, request)
     chunks = streamed(engine, variables, request)
@@ -255,7 +261,7 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(Program, "prepare_kept", programs.prepare_kept)
     monkeypatch.setattr(programs, "lowered_for", lowered_for)
     monkeypatch.setattr(programs, "executables", {})  # other tests fill it
-    loop.prepare(engine, variables, request)
+    generation.prepare(engine, variables, request)
     assert jax.config.jax_enable_compilation_cache == (programs.blocks == [0])
     loops = 1 + traced.count("grow")
     small = ["copied_progress", "end_rows", "prefill", "row_keys"]
@@ -263,7 +269,7 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
         [*small, *["decode_loop"] * loops, *["grow"] * (loops - 1)]
     )
     count = len(traced)
-    stages = loop.warm_up(engine, variables, request)
+    stages = generation.warm_up(engine, variables, request)
     ready = [[k.run.done() for k in programs.executables.values()] for _ in stages]
     assert all(ready[1]) and set(ran) == {"row_keys"}  # no prompt was read
     assert texts_of(decoded(engine, variables, request)) == plain
@@ -271,21 +277,21 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     [thread.join() for thread in threading.enumerate() if "_write" in thread.name]
     programs.executables.clear()  # a later start
     ran.clear()
-    list(loop.warm_up(engine, variables, request))
+    list(generation.warm_up(engine, variables, request))
     assert len(traced) == count and ran == ["row_keys"]
 
 
 def test_trees_of_one_depth_read_prompts_with_one_program():
     engine, variables = all_accepted()
     request = request_of([2] * ROWS)
-    loop.begin(engine, variables, request)
-    programs = loop.prefill._cache_size()
+    generation.begin(engine, variables, request)
+    programs = generation.prefill._cache_size()
     wide, _ = all_accepted(Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]]))
-    loop.begin(wide, variables, request)
-    assert loop.prefill._cache_size() == programs
+    generation.begin(wide, variables, request)
+    assert generation.prefill._cache_size() == programs
     deeper, _ = all_accepted(Tree.chain(2))
-    loop.begin(deeper, variables, request)
-    assert loop.prefill._cache_size() == programs + 1
+    generation.begin(deeper, variables, request)
+    assert generation.prefill._cache_size() == programs + 1
     copying = Tree.copies(3), Tree.from_choices([[0], *Tree.copies(3).choices])
     one, other = (all_accepted(tree)[0].depth_only for tree in copying)
     assert one == other != engine.depth_only
@@ -295,7 +301,7 @@ def test_requests_that_cannot_be_are_refused():
     engine, variables = all_accepted()
     for prompts, limits in (([[]], [3]), ([[1], []], [3, 3]), ([[1]], [0])):
         with pytest.raises(ValueError, match="at least one token"):
-            loop.begin(engine, variables, loop.DecodeRequest(prompts, limits))
+            generation.begin(engine, variables, DecodeRequest(prompts, limits))
 
 
 LOOKAHEAD = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), CONFIG)
@@ -320,4 +326,4 @@ def test_successive_sizes(longest, needed, kernels, drafter, expected):
     tree = LOOKAHEAD.default_tree if drafter is LOOKAHEAD else CHAIN
     engine = Engine(SimpleNamespace(kernels=kernels, taps=()), drafter, tree)
     assert engine.n_rows == (MORE if drafter is LOOKAHEAD else 4)
-    assert loop.successive_sizes(engine, longest, needed) == expected
+    assert successive_sizes(engine, longest, needed) == expected
