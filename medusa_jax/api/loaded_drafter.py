@@ -20,8 +20,7 @@ from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.names import split_drafter
 from medusa_jax.heads.registry import is_baseline, make_drafter
 from medusa_jax.mapped import kept
-from medusa_jax.model.convert import place_head, store
-from medusa_jax.model.kernels import Kernels
+from medusa_jax.model.convert import place_head
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, param_shardings
 from medusa_jax.text.tokenizer import Tokenizer
@@ -129,17 +128,9 @@ class LoadedHeads(LoadedDrafter):
         if ids is None:
             ids = np.arange(self.base.config.vocab_size)
         kernel_DO = self.base.lm_head_columns(ids).astype(self.form.read_as)
-        return _in_form(kernel_DO, self.mesh, form, self.form.kernels)
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _in_form(
-    kernel_DO: np.ndarray, mesh: Mesh, storage: Storage, kernels: Kernels
-) -> Params:
-    """Place an LM head and convert it, as one program."""
-    part = {"lm_head": {"kernel": kernel_DO}}
-    part = jax.lax.with_sharding_constraint(part, param_shardings(mesh, part))
-    return store(part, storage, kernels)
+        part = {"lm_head": {"kernel": kernel_DO}}
+        part = jax.device_put(part, param_shardings(self.mesh, part))
+        return place_head(part, form, self.form.kernels)
 
 
 def find_drafter(model: str | None, name: str) -> "Baseline | StoredHeads | None":

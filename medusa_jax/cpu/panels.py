@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 
 from medusa_jax.compiler import FORMS
 from medusa_jax.model.stored import Product, Storage, Stored
@@ -66,19 +65,19 @@ class Panels(Stored):
         return y.reshape(*tokens.shape, self.inputs)
 
 
-def panels(kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Storage) -> Panels:
-    """A kernel of floats, or of int8 with a scale for each output, in panels of `storage`."""
+def panels(kernel_IO: Any, scales_O: Any, storage: Storage) -> Panels:
+    """A kernel of floats, or of int8 with a scale for each output, in panels of `storage`: of JAX or of NumPy, as given."""
     if scales_O is None:
         words = in_panels(kernel_IO, storage.panel)
     else:
         words = in_blocks(kernel_IO)
-        scales_O = jnp.pad(scales_O, (0, -len(scales_O) % WIDE))
+        scales_O = scales_O.__array_namespace__().pad(scales_O, (0, -len(scales_O) % WIDE))
     inputs, outputs = kernel_IO.shape
     form, activations = kernel_IO.dtype.name, storage.activations
     return Panels(words, scales_O, form, inputs, outputs, activations)
 
 
-def in_panels(kernel_IO: Any, panel: int) -> jax.Array:
+def in_panels(kernel_IO: Any, panel: int) -> Any:
     """[inputs, outputs] -> panels of words [n, inputs / per word, panel], filled up with zeros.
 
     A word of 32 bits holds the weights of consecutive inputs: one float32 or two bfloat16, the first in its
@@ -87,20 +86,25 @@ def in_panels(kernel_IO: Any, panel: int) -> jax.Array:
     outputs = kernel_IO.shape[1]
     per_word = 4 // kernel_IO.dtype.itemsize
     padding = ((0, -kernel_IO.shape[0] % per_word), (0, -outputs % panel))
-    kernel = jnp.pad(kernel_IO, padding)
-    kernel = kernel.reshape(-1, per_word, kernel.shape[1]).swapaxes(1, 2)
-    words = lax.bitcast_convert_type(kernel if per_word > 1 else kernel[..., 0], jnp.uint32)
+    kernel = kernel_IO.__array_namespace__().pad(kernel_IO, padding)
+    words = _words(kernel.reshape(-1, per_word, kernel.shape[1]).swapaxes(1, 2))
     return words.reshape(words.shape[0], -1, panel).swapaxes(0, 1)
 
 
-def in_blocks(codes_IO: jax.Array) -> jax.Array:
+def in_blocks(codes_IO: Any) -> Any:
     """int8 [inputs, outputs] -> panels [n, blocks, 8, WIDE] as `Codes` of cpu/blocks.h: words of code + 128
     of inputs 0, 2, 1 and 3 of four."""
     padding = ((0, -codes_IO.shape[0] % BLOCK), (0, -codes_IO.shape[1] % WIDE))
-    codes = lax.bitcast_convert_type(jnp.pad(codes_IO, padding), jnp.uint8) ^ 0x80
+    codes = codes_IO.__array_namespace__().pad(codes_IO, padding).view(np.uint8) ^ 0x80
     codes = codes.reshape(-1, BLOCK // 4, 4, codes.shape[1] // WIDE, WIDE)
-    codes = codes[:, :, jnp.array([0, 2, 1, 3])].transpose(3, 0, 1, 4, 2)
-    return lax.bitcast_convert_type(codes, jnp.uint32)
+    return _words(codes[:, :, np.array([0, 2, 1, 3])].transpose(3, 0, 1, 4, 2))
+
+
+def _words(x: Any) -> Any:
+    """The 32 bits of the last axis as one word: [...] from [..., n]."""
+    if isinstance(x, np.ndarray):
+        x = np.ascontiguousarray(x)
+    return x.view(np.uint32)[..., 0]
 
 
 def floats(x: jax.Array | None) -> jax.Array:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -97,6 +98,8 @@ def place_part(
 
 def place_head(part: Params, form: Storage, kernels: Kernels) -> Params:
     """Convert the kernels of an entry of the draft heads, already in its type, to `form`."""
+    if form.panel:  # by NumPy: XLA would still be compiling when that is done
+        return jax.device_put(store(jax.tree.map(np.asarray, part), form, kernels))
     return jax.block_until_ready(_in_form(part, form, kernels))
 
 

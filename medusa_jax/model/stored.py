@@ -110,8 +110,8 @@ Kernel = jax.Array | Stored
 
 
 def int8_codes(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A kernel [in, out] -> codes int8 [in, out] and scales [1, out]: code / 127 x scale."""
+    """A kernel [in, out] -> codes int8 [in, out] and scales [1, out]: code / 127 x scale. Also for NumPy's arrays."""
     wide = kernel.astype(jnp.float32)
-    scales = jnp.maximum(jnp.max(jnp.abs(wide), axis=0, keepdims=True), 1e-30)
-    codes = jnp.round(wide / jnp.broadcast_to(scales, wide.shape) * 127)
+    scales = abs(wide).max(axis=0, keepdims=True).clip(1e-30)
+    codes = (wide / scales * 127).round()
     return codes.astype(jnp.int8), scales

@@ -79,14 +79,16 @@ def load_heads(
         between(f"the number of heads to read from {stored.directory}", n_heads, 1, count)
     n_read = n_heads if n_heads and drafter.separable else count
     heads = dataclasses.replace(stored.heads, n_heads=n_read)
-    all_parameters = flatten(abstract_heads(stored.heads, llama))
-    keys = {stored.locate(name)[0] for name in all_parameters}
+    abstract = abstract_heads(stored.heads, llama)
+    keys = {stored.locate(name)[0] for name in flatten(abstract)}
+    if n_read < count:
+        abstract = abstract_heads(heads, llama)
 
     def ignore(key: str) -> bool:
         return key in keys or stored.ignore(key)
 
     reader = dataclasses.replace(stored, ignore=ignore)
-    params = reader.load(abstract_heads(heads, llama), mesh, dtype, convert)
+    params = reader.load(abstract, mesh, dtype, convert)
     if stored.ids is not None:
         ids = jax.device_put(stored.ids, replicated(mesh))
         params[vocabulary.GROUP] = {"ids": ids}
