@@ -135,25 +135,17 @@ def load(
         loaded = opened.read(None if all_heads else choice.levels)
     return Model(
         config,
-        {"backbone": backbone.result(), "heads": loaded.params},
+        backbone.result(),
+        loaded,
         files.tokenizer,
-        loaded.drafter,
+        form,
+        devices,
+        choice,
         name=os.path.basename(os.path.abspath(model_path)) if model_path else "demo",
-        dtype=form.dtype,
-        mesh=devices,
-        storage=form.storage,
-        kernels=form.kernels,
-        tree=choice.tree,
-        calibrated=choice.calibrated,
-        trees_by_rows=choice.by_rows,
-        chooses=choice.chooses,
-        mark=choice.mark,
         eos_ids=files.eos_ids if eos_ids is None else eos_ids,
         no_repeat_ngram_size=files.ngram_size(no_repeat_ngram_size),
         repetition_penalty=files.defaults.repetition_penalty,
         fingerprint=fingerprint,
-        read_wide=loaded.read_wide,
-        read_plain=loaded.read_plain,
     )
 
 

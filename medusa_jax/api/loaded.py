@@ -1,36 +1,33 @@
 """A loaded backbone with its draft heads: parameters, default trees, engines, requests."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
+from medusa_jax.api.form import Form
+from medusa_jax.api.loaded_drafter import LoadedDrafter
 from medusa_jax.api.prompts import Prompt, ends_of, prompt_ids, read_arguments, request_of
 from medusa_jax.api.results import Options
 from medusa_jax.api.step_sizes import StepSizes
+from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding.acceptance import RULES, rule_named
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import no_drafter
-from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.convert import decoder
-from medusa_jax.model.kernels import Kernels
-from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.tree.files import parse_tree, tree_at
 from medusa_jax.tree.tree import Tree
 from medusa_jax.typed import known_arguments
-from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.constraints import Grammars
-    from medusa_jax.files.layouts.stored_heads import StoredHeads
 
 
 class LoadedModel:
@@ -60,50 +57,36 @@ class LoadedModel:
     def __init__(
         self,
         config: LlamaConfig,
-        variables: Params,
+        backbone: Params,
+        loaded: LoadedDrafter,
         tokenizer: Tokenizer,
-        drafter: Drafter,
+        form: Form,
+        mesh: jax.sharding.Mesh,
+        choice: TreeChoice | None = None,
         *,
         name: str = "",
-        dtype: np.dtype,
-        mesh: jax.sharding.Mesh,
-        storage: Storage | None = None,
-        kernels: Kernels | None = None,
-        tree: str | Tree | None = None,
-        calibrated: Json | None = None,
-        trees_by_rows: Mapping[int, Tree] | None = None,
-        chooses: bool = False,
-        mark: str = "",
         eos_ids: Sequence[int] | None = None,
         no_repeat_ngram_size: int = 0,
         repetition_penalty: float = 1.0,
         fingerprint: str = "",
-        read_wide: Callable[[], Params] | None = None,
-        read_plain: "Callable[[], tuple[Params, Params, StoredHeads]] | None" = None,
     ) -> None:
-        self.name, self.config = name, config
-        self.dtype = dtype
-        self.mesh = mesh
-        self.tokenizer = tokenizer
-        self.drafter = drafter
-        self.variables = variables
-        self.calibrated, self.chooses = calibrated, chooses
-        self.trees_by_rows = trees_by_rows or {}
-        self.mark = mark
+        choice = choice or TreeChoice("auto")
+        self.name, self.config, self.tokenizer = name, config, tokenizer
+        self.dtype, self.storage, self.mesh = form.dtype, form.storage, mesh
+        self.drafter = loaded.drafter
+        self.variables = {"backbone": backbone, "heads": loaded.params}
+        self._read_wide, self.read_plain = loaded.read_wide, loaded.read_plain
+        self.calibrated, self.chooses = choice.calibrated, choice.chooses
+        self.trees_by_rows, self.mark = choice.by_rows, choice.mark
         ends = tokenizer.eos_ids if eos_ids is None else eos_ids
         # Elsewhere -1 matches every token.
         self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < config.vocab_size))
-        self.storage = storage or Storage()
-        if kernels is None:
-            number = dtype if self.storage.panel else None
-            kernels = choose_kernels(mesh, number, config.head_dim)
-        self.llama = decoder(config, dtype, mesh, self.storage, kernels)
-        self.tree = drafter.default_tree if self.has_drafter else Tree.none()
-        self.tree = self.parse_tree(tree)
+        self.llama = decoder(config, form.dtype, mesh, form.storage, form.kernels)
+        self.tree = self.drafter.default_tree if self.has_drafter else Tree.none()
+        self.tree = self.parse_tree(choice.tree)
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self.repetition_penalty = repetition_penalty
         self.fingerprint = fingerprint
-        self._read_wide, self.read_plain = read_wide, read_plain
         self.learned: Params = {}
         self._wide: Params | None = None
         # Shapes of the requests whose programs are compiled.

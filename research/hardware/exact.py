@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model, Options
+from medusa_jax.api.form import Form
+from medusa_jax.api.loaded_drafter import LoadedDrafter
+from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.config import LlamaConfig
 from medusa_jax.heads.registry import drafter_class, make_drafter
-from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh
 from medusa_jax.text.tokenizer import NoTokenizer
 from medusa_jax.tree.tree import Tree
@@ -72,13 +74,12 @@ def alone(model: Model, prompts: Sequence[list[int]], options: Options) -> Json:
 
 def tiny(name: str, dtype: np.dtype) -> Model:
     """A random model with random heads and a tree of 16 nodes."""
-    mesh, storage = make_mesh((1, 1, 1)), Storage()
+    mesh = make_mesh((1, 1, 1))
+    form = Form.plain(dtype, mesh, CONFIG.head_dim)
     drafter = make_drafter(drafter_class(name).Config(drafter=name, n_heads=3), CONFIG)
-    variables = {
-        "backbone": random_backbone(CONFIG, dtype, storage, mesh),
-        "heads": random_heads(drafter, dtype, storage),
-    }
-    tree = Tree.cartesian([3, 2, 1])
+    backbone = random_backbone(CONFIG, dtype, form.storage, mesh)
+    loaded = LoadedDrafter(drafter, random_heads(drafter, dtype, form.storage))
+    choice = TreeChoice(Tree.cartesian([3, 2, 1]))
     return Model(
-        CONFIG, variables, NoTokenizer("tiny"), drafter, dtype=dtype, mesh=mesh, storage=storage, tree=tree, eos_ids=()
-    )  # fmt: skip
+        CONFIG, backbone, loaded, NoTokenizer("tiny"), form, mesh, choice, eos_ids=()
+    )

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import DEMO, Model
+from medusa_jax.api.form import Form
+from medusa_jax.api.loaded_drafter import LoadedDrafter
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
@@ -111,11 +113,10 @@ def timed_model(
     drafter = make_drafter(
         drafter_class(name).Config(drafter=name, n_heads=N_HEADS), config
     )
-    heads = random_heads(drafter, DTYPE, Storage())
-    model = Model(
-        config, {"backbone": backbone, "heads": heads}, NoTokenizer("a shape"), drafter,
-        dtype=DTYPE, mesh=make_mesh((1, 1, 1)), storage=Storage(), eos_ids=(),
-    )  # fmt: skip
+    mesh = make_mesh((1, 1, 1))
+    form = Form.plain(DTYPE, mesh, config.head_dim)
+    loaded = LoadedDrafter(drafter, random_heads(drafter, DTYPE, form.storage))
+    model = Model(config, backbone, loaded, NoTokenizer("a shape"), form, mesh, eos_ids=())
     growth = load_tree_file(GROWTH)
     trees = {n: tree_of_size(growth, n) if n > 1 else Tree.none() for n in sizes}
     engines = {n: model.engine(tree) for n, tree in trees.items()}

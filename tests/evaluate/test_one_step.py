@@ -6,6 +6,9 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.api import Model
+from medusa_jax.api.form import Form
+from medusa_jax.api.loaded_drafter import LoadedDrafter
+from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.evaluate.one_step import take_steps
 from medusa_jax.heads.registry import drafter_class, make_drafter
 
@@ -46,12 +49,12 @@ def test_plain_decoding_is_the_same_program_whatever_the_heads(directory):
     heads = drafter_class("hydrapp").Config(n_heads=2)
     other = Model(
         model.config,
-        model.variables | {"heads": {"prefix": {}}},
+        model.variables["backbone"],
+        LoadedDrafter(make_drafter(heads, model.config), {"prefix": {}}),
         model.tokenizer,
-        make_drafter(heads, model.config),
-        dtype=model.dtype,
-        mesh=model.mesh,
-        tree="chain:1",
+        Form("float32", model.dtype, model.storage, model.llama.kernels),
+        model.mesh,
+        TreeChoice("chain:1"),
     )
     assert other.engine(tree="none") == model.engine(tree="none")
     assert other.engine(tree="chain:1").drafter is other.drafter
