@@ -71,7 +71,7 @@ class Batch:
       rows, slots: current size; each pair has its own programs.
       trees: the tree for each number of rows.
       sizes: trees that chunks may take instead.
-      widest: most rows of a pass; a text needs this many free slots after it.
+      widest: most tokens of one text in a pass; it needs as many free slots.
       longest: most tokens that a step without constraints appends.
     """
 
@@ -98,7 +98,7 @@ class Batch:
         self._by_drafts = [False] * max(trees)
         self._pieces = piece_sizes(piece)
         self.trees = dict(trees)
-        extra = self._engine.n_rows - self._engine.tree.n_nodes
+        extra = self._engine.free_slots - self._engine.tree.n_nodes
         self._copying = {
             n: tree.with_copies(self.longest - 1) if can_copy else tree
             for n, tree in trees.items()
@@ -224,11 +224,19 @@ class Batch:
 
     def tree_of(self, group: Group) -> Tree:
         """The tree of a group's steps with the present rows."""
+        return self._stepping(group).tree
+
+    def _stepping(self, group: Group) -> Engine:
+        engine = self._engine_of(group)
         if not group.drafts:
-            return Tree.none()
+            drafter = no_drafter(engine.llama.config)
+            return replace(engine, tree=Tree.none(), drafter=drafter)
         trees = self._copying if group.predicted else self.trees
         sizes = {tree.n_nodes: tree for tree in self.sizes}
-        return sizes.get(group.nodes, trees[self.rows])
+        engine = replace(engine, tree=sizes.get(group.nodes, trees[self.rows]))
+        if group.constrained:
+            engine = constrained.with_runs(engine, not self._model.chooses)
+        return engine
 
     def text_is_free(self, group: Group) -> bool:
         """Whether a group's texts cannot depend on the trees of their steps."""
@@ -251,7 +259,7 @@ class Batch:
 
     def run(
         self,
-        running_B: np.ndarray,
+        wanted_B: np.ndarray,
         group: Group,
         steps: int,
         few_steps: int,
@@ -260,22 +268,19 @@ class Batch:
         """Dispatch a chunk of steps, which ends as soon as a row ends.
 
         Args:
-          running_B: RUNNING for the rows to step, PAUSED for other texts, else STOPPED.
-          group: the group of these rows. Steps without drafts leave a gap in the drafter's state.
+          wanted_B: RUNNING for the rows to step, PAUSED for other texts, else STOPPED.
+          group: of these rows. Steps without drafts leave a gap in the drafter's state.
           steps: maximum number of steps.
           few_steps: maximum if one of the rows has already ended, since its row may soon be needed.
           guides: by row. A group with constraints takes `few_steps` steps, or one if other rows wait.
 
-        Returns: the progress after the chunk, and the tree's node count.
+        Returns: the progress after the chunk, and the node count of `tree_of(group)`.
         """
-        tree, drafter = self.tree_of(group), self._engine.drafter
-        if not group.drafts:
-            drafter = no_drafter(self._engine.llama.config)
-        engine = replace(self._engine_of(group), tree=tree, drafter=drafter)
+        engine = self._stepping(group)
         status_B, chunk_steps = rows.run_only(
             self._engine,
             self._state.status_B,
-            running_B,
+            wanted_B,
             np.int32(steps),
             np.int32(few_steps),
         )
@@ -283,14 +288,13 @@ class Batch:
         state = rows.with_extras(state, self._extras.of_group(group))
         variables = self._variables_by(engine.acceptance)
         if group.constrained:
-            engine = constrained.with_runs(engine, not self._model.chooses)
-            steps = 1 if (running_B == PAUSED).any() else few_steps
+            steps = 1 if (wanted_B == PAUSED).any() else few_steps
             state, progress = self._guided(engine, variables, state, guides or {}, steps)
         else:
             state, progress = decode_loop(engine, variables, state, chunk_steps, True)
         self._state, extras = rows.split_extras(state)
         self._extras.store(extras)
-        return progress, tree.n_nodes
+        return progress, engine.tree.n_nodes
 
     def _guided(
         self, engine: Engine, variables: Any, state: DecodeState, guides: Any, steps: int
@@ -309,7 +313,7 @@ class Batch:
             alive_B = (status_B == RUNNING) | (status_B == PAUSED)
             longest = length_B[alive_B].max(initial=0)
             ended = any(status_B[row] != RUNNING for row in guides)
-            if (n and ended) or longest + engine.n_rows > state.cache.slots:
+            if (n and ended) or longest + engine.free_slots > state.cache.slots:
                 break
             state, inputs = constrained.step(
                 engine, variables, state, guides, inputs, self.threads

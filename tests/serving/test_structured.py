@@ -13,12 +13,13 @@ import openai
 import pydantic
 import pytest
 from openai.lib._pydantic import to_strict_json_schema
-from served import NAME, QUEUE, alone, listening, port_of, raw, until
+from served import NAME, QUEUE, alone, counted, listening, port_of, raw, until
 from tiny import PRINTABLE
 
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Grammars, constraint_of, grammars, guide
 from medusa_jax.constraints.guide import MatcherGuide, Patience
+from medusa_jax.decoding import constrained
 from medusa_jax.serving import Request, job
 from medusa_jax.serving.http.app import Limits
 from medusa_jax.text.chat import encode_prompt
@@ -65,6 +66,12 @@ def test_a_pydantic_model_is_parsed(port, client):
     streamed = ask(client, stream=True, response_format=form)
     pieces = [piece.choices[0].delta.content or "" for piece in streamed]
     assert "".join(pieces) == expected.text and len(pieces) > 3
+    with httpx.Client(base_url=port.url) as http:
+        steps, drafted = (
+            counted(http, f"vllm:spec_decode_num_{kind}_total")
+            for kind in ("drafts", "draft_tokens")
+        )
+    assert drafted == steps * (port.model.tree.n_nodes - 1 + constrained.MANY)
 
 
 FORMS = [
