@@ -10,7 +10,7 @@ Dimension key, used as suffixes on arrays that cross a function boundary:
   tapped layer), F mlp width, V vocabulary, O output tokens, or tokens that heads score, N query heads,
   G key/value heads, H head dim, I inputs of a product, K draft heads, M tree nodes (root included), C children, L path
   length (at most K + 1), P positions of a text, or parents, R query heads per key/value head, or rows of a pass, Q stop
-  sequences of up to W tokens; in `masks` W words of bits, in `learning` W tokens of a window; N also sizes of a tree.
+  sequences of up to W tokens; in `token_sets` W words of bits, in `learning` W tokens of a window; N also sizes of a tree.
 """
 
 from typing import TYPE_CHECKING, Any

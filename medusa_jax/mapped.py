@@ -1,6 +1,6 @@
 """Trees of arrays in the user's cache: made once, and mapped into memory at later starts.
 
-A file begins with a magic number and the place and checksum of its header, which is its end: a tree in JSON, and the types
+A file begins with a magic number and the place and checksum of its header, which is last: a tree in JSON, and the types
 and places of its arrays. Arrays are aligned, so that XLA on a CPU reads them in place.
 """
 

@@ -241,7 +241,7 @@ def read_program(path: Path) -> tuple[Any, str, list[Any]]:
 
 
 def read_ahead() -> None:
-    """Begin to read the programs of the last start, in the order in which it ran them."""
+    """Begin to read the `LAST` programs used last, in the order of their last use."""
     if Program.run_kept:
         last = [path for *_, path in kept_files(Path(cache_directory("programs")))[-LAST:]]
         pool = ThreadPoolExecutor(1)

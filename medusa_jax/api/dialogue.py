@@ -53,7 +53,7 @@ class Dialogue:
         _, Q, W = prompts.options.stop_BQW.shape
         sizes = rows.Sizes(prompts.output_BO.shape[1], (Q, W))
         n, reader = len(request.prompts[0]), engine.depth_only
-        length = n + int(prompts.options.limit_B[0]) + engine.n_rows
+        length = n + int(prompts.options.limit_B[0]) + engine.free_slots
         slots = power_of_two(length, max(LEAST_SLOTS, LARGE))
         prompt = np.array([*request.prompts[0]], np.int32)
         row = self.state if self._row_key == (engine, sizes) else None

@@ -39,7 +39,7 @@ class Model(LoadedModel):
         """What decides which program a request runs."""
         prompt_length = max(map(len, request.prompts))
         text_length = max(len(p) + n for p, n in zip(request.prompts, request.limits))
-        needed = text_length + engine.n_rows
+        needed = text_length + engine.free_slots
         return (
             engine,
             len(request.prompts),

@@ -32,9 +32,9 @@ inline std::vector<int32_t> Paths(const bool* mask, int64_t T, int64_t M) {
   return paths;
 }
 
-// Queries that share one load of a key or a value, and vectors of a value that are summed at a time.
 // Tokens of a long text that are attended at a time: their scores stay in the processor's cache.
 constexpr int64_t kAttending = 16;
+// Queries that share one load of a value, and vectors of a value that are summed at a time.
 constexpr int kShared = 4, kSummed = kRows > 6 ? 4 : 2;
 
 // `work(i, n)` for n items from item i on, until all are done; n is a constant of at most kMost.

@@ -85,7 +85,7 @@ inline const uint8_t* ReadUnit(int64_t form, const uint8_t* block, Unit& unit) {
 
 inline bool Finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
-// Writes row o of a panel, whose words must be zero; returns false if a scale is not finite.
+// Writes output o of a panel, whose words must be zero; false if a scale is not finite.
 template <class B>
 bool PackRow(int64_t form, const uint8_t* blocks, int64_t inputs, int o, uint32_t* words) {
   Unit unit{};

@@ -1,5 +1,5 @@
-// What products read: linear maps in panels, and rows of x, for panels in blocks as integers: 32 neighbouring ones share a
-// scale, x = scale * q, q of 16 or 8 bits.
+// What products read: linear maps in panels, and rows of x. For panels in blocks x becomes integers: 32 neighbours share
+// a scale, x = scale * q, q of 16 or 8 bits.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace {
 constexpr int kPanel = 2 * kLanes;
 // Bytes that one worker takes at a time: few enough to divide the work evenly, many enough to stream.
 constexpr int64_t kChunkBytes = 1 << 17;
-// Blocks take more time for their bytes. Panels that share many rows, at most.
+// The same for blocks, slower per byte; most panels of a chunk for many rows.
 constexpr int64_t kChunkOfBlocks = 1 << 15, kPanelsOfMany = 8;
 // Rows from which unpacking weights apart (`tiles.h`) takes less time, and rows that share what is unpacked.
 constexpr int64_t kMany = 32, kSharing = 128;
@@ -31,8 +31,8 @@ constexpr int64_t kFetched = 6144;
 
 struct Part;
 struct Rows;
-// Rows [from, end) of x times panels, of which `panel` is the first: sums [panels, end - from, width]. Blocks count groups
-// of rows. Only many rows take several panels.
+// Rows [from, end) of x (for blocks: groups of rows) times panels, of which `panel` is the first: sums
+// [panels, rows, width]. Only many rows take several panels.
 using Multiply = void(const Part& part, const uint32_t* panel, int64_t panels, const Rows& x, int64_t from, int64_t end,
                       float* sums);
 

@@ -1,4 +1,4 @@
-// y = x W for few rows, W in panels, each read once and sequentially.
+// y = x W, W in panels that are read sequentially.
 
 #pragma once
 

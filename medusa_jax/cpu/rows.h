@@ -1,4 +1,4 @@
-// Operations on single rows: the norm, with its mean square in one order, rotation, and SwiGLU's gate.
+// Operations on single rows: the norm, with its mean square in one order, rotation, and an MLP's gate.
 
 #pragma once
 

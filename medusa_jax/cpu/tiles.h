@@ -1,5 +1,5 @@
-// Products of many rows with panels in blocks: weights are unpacked once for all rows, into tiles that stay in the
-// processor's cache. The integers and the order of all roundings are those of `integers.h`, and so are the bits.
+// Products of many rows with panels in blocks: weights are unpacked once for kSharing rows, into tiles that stay in
+// the cache. The integers and the order of all roundings are those of `integers.h`, and so are the bits.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // Vectors as wide as the machine's registers.
 //
-// The code is compiled on the machine that runs it (compiler.py), so the compiler knows the width. The vector
+// The code is compiled for the CPU that runs it (compiler.py), so the compiler knows the width. The vector
 // extensions of GCC and Clang serve AVX2, AVX-512 and NEON with one source. Operations that they lack (multiply-adds,
 // widening of narrow numbers, products of integers) have a form for each, and a portable one.
 

@@ -217,7 +217,7 @@ def stream_steps(
         running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
         if running_B.any():
             longest = np.asarray(progress.length_B)[running_B].max()
-            while longest + engine.n_rows > cache_sizes[size]:
+            while longest + engine.free_slots > cache_sizes[size]:
                 size += 1
                 state = grow(engine.depth_only, cache_sizes[size], state)
             state, inputs = step(engine, variables, state, guides, inputs)

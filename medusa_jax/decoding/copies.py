@@ -73,7 +73,7 @@ def copied_tokens(
 
     Args:
       root_at_B: index of the last valid token, which is repeated if nothing matches.
-      predicted_BP: as in `DecodeState`; preferred to matches in the text that are no longer.
+      predicted_BP: as in `DecodeState`; preferred unless a match in the text is longer.
     """
     copies_BL, length_B = continuations(text_BS, root_at_B, NGRAM, n, latest=True)
     root_B1 = jnp.take_along_axis(text_BS, root_at_B[:, None], axis=1)

@@ -98,7 +98,7 @@ class Gate(struct.PyTreeNode):
         )
 
     def always(self, index: int) -> "Gate":
-        """The gate before a text whose steps all have one size, to time them."""
+        """The gate before steps that all have one size, to time them."""
         is_other_N = np.arange(len(self.depths)) != index
         return self.replace(
             ratio_N=np.where(is_other_N, np.inf, 1.0).astype(np.float32),
@@ -150,7 +150,7 @@ class Gate(struct.PyTreeNode):
         tested_LB = (level_L1 <= jnp.minimum(accepted_1B + 1, levels)) & running_1B
         accepted_LB = tested_LB & (level_L1 <= accepted_1B)
         tested_L = jnp.sum(tested_LB, axis=1)
-        # Only its first draft is tested in a plain step: of the largest size.
+        # A plain step tests at most one draft, with the largest size's rate.
         rate_1 = self.rate_N[
             jnp.where(self.index_1 == 0, len(self.depths) - 1, self.index_1)
         ]

@@ -101,7 +101,7 @@ def gated_step(
 ) -> StepResult:
     """Take a step with the gate's size, then let the gate choose the next; in a pause, take several plain steps.
 
-    There is one loop for each size, and only the chosen size's runs: loops change the state
+    Each size has a loop, and only the chosen size's loop runs: loops change the state
     in place, while the branches of a conditional would copy the cache.
 
     Args:

@@ -1,7 +1,7 @@
 """The drivers of the decode step: prefill, then loops of steps until every row has ended.
 
-`finish` runs `decode_step` in `lax.while_loop` on the device; `stream` runs the same loop
-a few steps at a time and yields the new tokens, as `finish` does with a gated engine. The host never waits
+`finish` runs `decode_step` in `lax.while_loop` on the device; `stream`, and `finish` with a
+gated engine, run the same loop in chunks of steps; `stream` yields the progress. The host never waits
 inside a loop: it dispatches the next loop before it reads the previous one's results.
 """
 
@@ -96,7 +96,7 @@ def finish(
     state: DecodeState,
     cache_sizes: list[int],
 ) -> Progress:
-    """Decode a request that `begin` has prefilled to its end. Consumes the state.
+    """Decode to its end a request that `begin` has prefilled. Consumes the state.
 
     One loop per cache size, all dispatched without waiting, or chunks if the engine is gated.
     """
@@ -121,7 +121,7 @@ def stream(
     *,
     read_along: bool = True,
 ) -> Generator[Progress, np.ndarray | None]:
-    """Decode a request that `begin` has prefilled in chunks, yielding the progress before and after each chunk.
+    """Decode in chunks a request that `begin` has prefilled, yielding the progress before and after each chunk.
 
     Consumes the state. The next chunk is dispatched before the last one is read. A chunk that fills the cache ends
     early; the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they take no
@@ -163,7 +163,7 @@ def stream(
                 clock.costs.keep()
             return
         longest = np.asarray(progress.length_B)[running_B].max()
-        if longest + engine.n_rows > cache_sizes[size] and size + 1 < len(cache_sizes):
+        if longest + engine.free_slots > cache_sizes[size] and size + 1 < len(cache_sizes):
             size += 1
             state = grow(engine.depth_only, cache_sizes[size], state)
         progress = next_progress

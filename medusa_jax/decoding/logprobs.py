@@ -1,8 +1,8 @@
 """Log-probabilities of the emitted tokens, and of the most likely alternatives.
 
 They are computed from the verifier's logits at temperature 1, before any filter, and need no extra pass.
-Tokens barred by `no_repeat_ngram_size` have none. An engine without log-probabilities stores nothing for
-them.
+Tokens barred by `no_repeat_ngram_size` have minus infinity. An engine without log-probabilities stores
+none.
 """
 
 import jax

@@ -27,7 +27,7 @@ def decode_loop(
     chunk_steps: jax.Array,
     until_one_ends: bool = False,
 ) -> tuple[DecodeState, Progress]:
-    """Run steps until every row has ended, a live row lacks room in the cache, or `chunk_steps`.
+    """Run up to `chunk_steps` steps, until no row runs or one that has not ended lacks slots.
 
     Compiled once per cache size: the cost of a step depends on the slots, so the drivers grow the
     cache with the text.
@@ -35,7 +35,7 @@ def decode_loop(
     Args:
       until_one_ends: return as soon as a row ends.
     """
-    slots, R = state.cache.slots, engine.n_rows
+    slots, R = state.cache.slots, engine.free_slots
     began_B = state.status_B == RUNNING
 
     def more(step: jax.Array, state: DecodeState) -> jax.Array:

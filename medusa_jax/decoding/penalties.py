@@ -66,7 +66,7 @@ class Penalties(struct.PyTreeNode):
     def at(self, columns: Callable[[jax.Array], jax.Array]) -> "Penalties":
         """The penalties of the tokens that `columns` picks from arrays [..., V].
 
-        Counts are left out: they differ between places.
+        Each place's counts reach `penalise` separately.
         """
         return self.replace(
             bias_BV=columns(self.bias_BV),

@@ -26,7 +26,7 @@ class Places(NamedTuple):
       last_BP: index of its last token.
       counts_BPV: how often every token occurs in the generated text there; None without penalties.
       depth_P: number of its tokens that the row's counters do not include yet.
-      allowed_BPW: bits of the tokens that a constraint allows (`masks`); None: all.
+      allowed_BPW: the tokens that a constraint allows (`token_sets`); None: all.
     """
 
     text_BPS: jax.Array | None

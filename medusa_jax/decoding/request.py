@@ -107,7 +107,7 @@ def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], Pr
     limits: Any = options.limit_B
     if lengths.min() < 1 or limits.min() < 1:
         raise ValueError("every row needs a prompt of at least one token and a limit >= 1")
-    needed = int((lengths + limits).max()) + engine.n_rows
+    needed = int((lengths + limits).max()) + engine.free_slots
     cache_sizes = successive_sizes(engine, int(lengths.max()), needed)
     T = min(power_of_two(int(lengths.max()), MIN_PROMPT), cache_sizes[0])
     prompt_BT: Any = np.zeros((B, T), np.int32)
@@ -131,9 +131,9 @@ def successive_sizes(engine: Engine, longest_prompt: int, needed: int) -> list[i
 
     Args:
       longest_prompt: tokens of the longest prompt.
-      needed: slots of the longest possible row, prompt + limit + `engine.n_rows`.
+      needed: slots of the longest possible row, prompt + limit + `engine.free_slots`.
     """
-    first = power_of_two(longest_prompt + engine.n_rows, engine.kernels.least_slots)
+    first = power_of_two(longest_prompt + engine.free_slots, engine.kernels.least_slots)
     cache_sizes = [first]
     while cache_sizes[-1] < needed:
         cache_sizes.append(2 * cache_sizes[-1])

@@ -142,20 +142,20 @@ def insert_row(engine: Engine, state: PyTree, row: PyTree, at: jax.Array) -> PyT
 def run_only(
     engine: Engine,
     status_B: jax.Array,
-    running_B: jax.Array,
+    wanted_B: jax.Array,
     steps: jax.Array,
     short_steps: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Set the status of rows that have not ended to `running_B`: running, paused or stopped.
+    """Set the status of rows that have not ended to `wanted_B`: running, paused or stopped.
 
-    A paused row keeps its text: steps write only after it, where nothing is visible.
+    A paused row keeps its text: steps write only after it, to slots that are not read.
 
     Returns: the status, and the number of steps to take: `steps`, or `short_steps` if a row to run has already
       ended without the host knowing.
     """
     alive_B = (status_B == RUNNING) | (status_B == PAUSED)
-    any_ended = jnp.any((running_B == RUNNING) & ~alive_B)
-    status_B = pin_state(engine.llama.mesh, jnp.where(alive_B, running_B, status_B))
+    any_ended = jnp.any((wanted_B == RUNNING) & ~alive_B)
+    status_B = pin_state(engine.llama.mesh, jnp.where(alive_B, wanted_B, status_B))
     return status_B, jnp.where(any_ended, short_steps, steps)
 
 

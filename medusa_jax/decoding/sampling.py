@@ -33,7 +33,7 @@ class Sampling(struct.PyTreeNode):
       key_B: the row's random key, from its seed and its request id, never its batch slot.
       epsilon_B, delta_B: thresholds of typical acceptance.
       penalties: biases and penalties; None if no row has any.
-      first_BW: bits of the tokens that may come first (`masks`); None: all.
+      first_BW: the tokens that may come first (`token_sets`); None: all.
     """
 
     temperature_B: jax.Array

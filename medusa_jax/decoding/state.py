@@ -77,11 +77,11 @@ class Engine:
         return Backbone(self.llama, variables["backbone"])
 
     @property
-    def n_rows(self) -> int:
-        """Most rows of a pass, which need free cache slots: the tree's nodes and further rows of the drafter's
-        own step, or deferred positions."""
-        rows = self.tree.n_nodes + self.drafter.extra_rows
-        return max(rows, DEFERRED) if self.gated else rows
+    def free_slots(self) -> int:
+        """Slots that a row needs after its text, for the most tokens of a pass: the tree's nodes and others of the
+        drafter's own step, or deferred positions."""
+        slots = self.tree.n_nodes + self.drafter.extra_rows
+        return max(slots, DEFERRED) if self.gated else slots
 
     @property
     def depth_only(self) -> "Engine":
@@ -126,7 +126,7 @@ class DecodeState(struct.PyTreeNode):
       histogram_BL: numbers of steps that appended 1, 2, ..., L tokens.
       text_BS: prompt and emitted tokens by position, valid up to the root; None unless the engine
         keeps the text. S is the cache's slots plus a path.
-      predicted_BP: tokens that are expected in the text, to copy from, then `masks.NO_TOKEN`; served rows only.
+      predicted_BP: tokens that are expected in the text, to copy from, then `NO_TOKEN`; served rows only.
       logprobs: log-probabilities of `tokens_BO`; None unless the engine keeps them.
       gate: chooses the size of the next step's tree; None unless the engine is gated.
       host_1: number of the function that steps with constraints call; None: they call none.

@@ -32,7 +32,7 @@ def decode_step(
     Args:
       engine: compile-time constants.
       variables: {"backbone": prepared backbone parameters, "heads": head parameters}.
-      state: the rows, with `engine.n_rows` free slots in every running row.
+      state: the rows, with `engine.free_slots` free slots in every running row.
       tree: the tree's arrays, by default the engine's as constants. Property tests pass traced
         arrays instead, so that many trees share one compiled program.
     """
@@ -50,7 +50,7 @@ def after_draft(
     """The rest of a step: verify, accept, commit, append.
 
     Args:
-      allowed_BMW: bits of the tokens that may follow each node (`masks`); None: all.
+      allowed_BMW: the tokens that may follow each node (`token_sets`); None: all.
     """
     verified = verify(engine, variables, state, drafts)
     outcome = accept(engine, variables, state, verified, allowed_BMW)

@@ -50,8 +50,8 @@ class StepClock:
                 f"a prompt of {len(prompt)} tokens leaves no room for a step of up to {L} tokens "
                 f"in a context of {context}"
             )
-        n_rows = max(e.n_rows for e in engines)
-        length = len(prompt) + self.n_steps * L + n_rows
+        free = max(e.free_slots for e in engines)
+        length = len(prompt) + self.n_steps * L + free
         self.slots = power_of_two(length, engines[0].kernels.least_slots)
         self.variables = variables
         self.request = DecodeRequest(
@@ -74,7 +74,7 @@ class StepClock:
         assert (steps_B == self.n_steps).all(), (
             f"{steps_B} steps were made, not {self.n_steps}"
         )
-        assert length + engine.n_rows <= self.slots, (
+        assert length + engine.free_slots <= self.slots, (
             f"{length} tokens in {self.slots} slots"
         )
         return seconds / self.n_steps

@@ -88,7 +88,7 @@ class Job:
       delivered_at: when its last part was delivered.
       row: number of its row in the batch; None until its prompt has been read.
       reused, tree_nodes: as in `Ending`.
-      drafted: number of its prompt's tokens that the drafter has read; of its text's up to a gap.
+      drafted: tokens of the prompt that the drafter has read; with a gap, of the text up to it.
       has_gap: steps without drafts have left a gap in the drafter's state.
       drafts: as in `Ending`.
       histogram_L: steps that appended 1, 2, ... tokens, as far as the host has read.
@@ -135,7 +135,7 @@ class Job:
         """Rows of one group can take a step together."""
         rule = self.request.acceptance
         rule = "auto" if rule in ("greedy", "sampled") else rule
-        # Others' texts would change.
+        # Other rules read drafts.
         is_lossless = rule == "auto" or not rule_named(rule).by_drafts
         return Group(
             self.request.drafts,

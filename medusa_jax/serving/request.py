@@ -116,7 +116,7 @@ class Busy(Exception):
 
 
 class Stopped(Exception):
-    """The server ended before the answer did."""
+    """The answer broke off, or never began."""
 
 
 class TooCostly(Stopped):
@@ -152,7 +152,7 @@ class Handle:
         """Yield the deltas as they come; the last has an ending.
 
         Raises:
-          Stopped: the server ended first.
+          Stopped: the answer broke off.
         """
         while True:
             delta = self._deltas.get()

@@ -105,8 +105,8 @@ class Scheduler:
         any_read = self._reader.read()
         self._preemption.make_room(self._reader.row_prompt)
         any_run = self._chunks.run()
-        # Leave the chunk just dispatched to the next turn, which first gives the device another, unless a
-        # row is about to get a new request.
+        # Read the chunk just dispatched in the next turn, after that has dispatched another one, unless
+        # requests wait for a row.
         n_pending = len(self._chunks.pending)
         n_left = 1 if any_run and not self._jobs.waiting else 0
         while len(self._chunks.pending) > n_left:

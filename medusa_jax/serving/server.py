@@ -121,7 +121,7 @@ class Server:
 
     @property
     def preparing(self) -> int:
-        """Requests of the port before they are submitted: tokenised, scored, their constraints compiled."""
+        """HTTP requests before they are submitted: tokenised, scored, their constraints compiled."""
         return sum([*self._arrivals.values()])
 
     @property

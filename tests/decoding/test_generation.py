@@ -325,5 +325,5 @@ MORE = 1 + 3 * 3 + 3 + 4 + 4
 def test_successive_sizes(longest, needed, kernels, drafter, expected):
     tree = LOOKAHEAD.default_tree if drafter is LOOKAHEAD else CHAIN
     engine = Engine(SimpleNamespace(kernels=kernels, taps=()), drafter, tree)
-    assert engine.n_rows == (MORE if drafter is LOOKAHEAD else 4)
+    assert engine.free_slots == (MORE if drafter is LOOKAHEAD else 4)
     assert successive_sizes(engine, longest, needed) == expected
