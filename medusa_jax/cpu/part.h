@@ -36,7 +36,7 @@ struct Rows;
 using Multiply = void(const Part& part, const uint32_t* panel, int64_t panels, const Rows& x, int64_t from, int64_t end,
                       float* sums);
 
-// A linear map: panels of `Size()` words in one form. Outputs are multiplied by scales [panels * width] and added to
+// A linear map: panels of `size` words in one form. Outputs are multiplied by scales [panels * width] and added to
 // bias [outputs], unless these are null.
 struct Part {
   int64_t form, outputs, inputs;
