@@ -9,7 +9,7 @@ import jax
 from medusa_jax.api import default_drafter
 from medusa_jax.commands.bench import RaceFlags, out_directory, prompts_of
 from medusa_jax.commands.entrants import load_entrants
-from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.commands.model_flags import generation_options
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
@@ -156,4 +156,4 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
-main = Program("python -m research against", Flags, run, EXAMPLES)
+main = CommandLine("python -m research against", Flags, run, EXAMPLES)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from medusa_jax.commands.flags import Program, flag
+from medusa_jax.commands.flags import CommandLine, flag
 from medusa_jax.console import inform
 from medusa_jax.plots.style import ACCENT, INK
 from medusa_jax.whole_files import read_text, write_text
@@ -65,4 +65,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m research chart", Flags, run)
+main = CommandLine("python -m research chart", Flags, run)

@@ -21,7 +21,7 @@ import numpy as np
 
 from medusa_jax.api import Model, Options
 from medusa_jax.api.tree_choice import tokens_of
-from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.commands.model_flags import BaseFlags, load_model
 from medusa_jax.console import inform
 from medusa_jax.evaluate.questions import read_records, record_prompts
@@ -175,4 +175,4 @@ def served(model: Model, slots: int, new: int, prompt: int) -> Iterator[tuple[Se
         port.should_exit = True
 
 
-main = Program("python -m research clients", Flags, run)
+main = CommandLine("python -m research clients", Flags, run)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.commands.model_flags import ModelFlags, load_model
 from medusa_jax.console import inform
 from medusa_jax.evaluate.tables import markdown_table
@@ -88,4 +88,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m research keystrokes", Flags, run, "")
+main = CommandLine("python -m research keystrokes", Flags, run, "")

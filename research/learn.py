@@ -15,7 +15,7 @@ import numpy as np
 
 from medusa_jax.api import Model, Options, load
 from medusa_jax.api.prompts import ending_turns
-from medusa_jax.commands.flags import Program, flag, numbers
+from medusa_jax.commands.flags import CommandLine, flag, numbers
 from medusa_jax.console import inform
 from medusa_jax.errors import one_of
 from medusa_jax.evaluate.question_files import read_questions
@@ -133,4 +133,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m research learn", Flags, run, EXAMPLES)
+main = CommandLine("python -m research learn", Flags, run, EXAMPLES)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.console import inform
 from medusa_jax.decoding.acceptance_rates import rate_of
 from medusa_jax.evaluate.tables import markdown_table
@@ -199,4 +199,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m research load", Flags, run)
+main = CommandLine("python -m research load", Flags, run)

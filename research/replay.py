@@ -14,7 +14,7 @@ from pathlib import Path
 from medusa_jax.api import Model, Options, default_drafter
 from medusa_jax.api.prompts import ending_turns
 from medusa_jax.commands.bench import TemplateFlags
-from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.commands.model_flags import (
     BaseFlags,
     GenerationFlags,
@@ -165,4 +165,4 @@ def replay_table(
     return markdown_table(("category", "turns", "repeated 4-grams", *columns), rows)
 
 
-main = Program("python -m research replay", Flags, run, EXAMPLES)
+main = CommandLine("python -m research replay", Flags, run, EXAMPLES)

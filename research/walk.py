@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 
 from medusa_jax.api import Model
-from medusa_jax.commands.flags import Program, flag
+from medusa_jax.commands.flags import CommandLine, flag
 from medusa_jax.commands.model_flags import ModelFlags, load_model
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.one_step import take_steps, token_labels
@@ -178,4 +178,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m research walk", Flags, run, EXAMPLES)
+main = CommandLine("python -m research walk", Flags, run, EXAMPLES)

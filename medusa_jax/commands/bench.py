@@ -19,7 +19,7 @@ from medusa_jax.commands.entrants import (
     default_names,
     load_entrants,
 )
-from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.commands.model_flags import BaseFlags, GenerationFlags, generation_options
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.question_files import read_questions
@@ -271,10 +271,10 @@ def out_directory(path: str, flag: str = "--out") -> Path:
     return out
 
 
-program = Program("medusa bench", Flags, run, EXAMPLES)
+command_line = CommandLine("medusa bench", Flags, run, EXAMPLES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; `bench race` is the same command."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return program(words[words[:1] == ["race"] :])
+    return command_line(words[words[:1] == ["race"] :])

@@ -7,7 +7,7 @@ number of rows; decoding uses the one next to the heads.
 import dataclasses
 from pathlib import Path
 
-from medusa_jax.commands.flags import Program, at_least, file_to_write, flag, numbers
+from medusa_jax.commands.flags import CommandLine, at_least, file_to_write, flag, numbers
 from medusa_jax.commands.model_flags import (
     GenerationFlags,
     MeshFlags,
@@ -189,4 +189,4 @@ def draw(fit: Row, directory: Path) -> None:
     )
 
 
-main = Program("medusa calibrate", Flags, run, EXAMPLES, resumes=True)
+main = CommandLine("medusa calibrate", Flags, run, EXAMPLES, resumes=True)

@@ -10,7 +10,7 @@ import os
 import shlex
 
 from medusa_jax.arch import DTYPES, HeadsConfig
-from medusa_jax.commands.flags import Program, flag
+from medusa_jax.commands.flags import CommandLine, flag
 from medusa_jax.commands.verify import certify
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
@@ -154,4 +154,4 @@ def serve_command(target: str, heads: HeadsConfig, base: str, out: str) -> str:
     return commands.get(target, vllm if target in served_by_vllm else "")
 
 
-main = Program("medusa convert", Flags, run, EXAMPLES)
+main = CommandLine("medusa convert", Flags, run, EXAMPLES)

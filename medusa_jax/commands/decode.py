@@ -3,7 +3,7 @@
 import time
 
 from medusa_jax.commands.decode_flags import EXAMPLES, NOTHING_ASKED, Flags
-from medusa_jax.commands.flags import Program, file_to_write, on_hosts
+from medusa_jax.commands.flags import CommandLine, file_to_write, on_hosts
 from medusa_jax.compiler import begin
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import resolve
@@ -62,4 +62,4 @@ def check(flags: Flags) -> None:
             open(file).close()
 
 
-main = Program("decode.py", Flags, run, EXAMPLES)
+main = CommandLine("decode.py", Flags, run, EXAMPLES)

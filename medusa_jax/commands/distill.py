@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.commands.flags import HostFlags, Program, at_least, flag, on_hosts
+from medusa_jax.commands.flags import CommandLine, HostFlags, at_least, flag, on_hosts
 from medusa_jax.commands.model_flags import MeshFlags, ModelFlags, load_model
 from medusa_jax.commands.next_command import print_next
 from medusa_jax.console import inform
@@ -238,4 +238,4 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     return 0
 
 
-main = Program("medusa distill", Flags, on_hosts(run), EXAMPLES, resumes=True)
+main = CommandLine("medusa distill", Flags, on_hosts(run), EXAMPLES, resumes=True)

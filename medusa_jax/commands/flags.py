@@ -116,7 +116,7 @@ def _kind_of_flag(kind: Any) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program(Generic[Parsed]):
+class CommandLine(Generic[Parsed]):
     """A command: call it with arguments, and it returns the exit status.
 
     Attributes:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_jax.commands import bench, calibrate, convert, distill, next_command, train
-from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.commands.verify import certify
 from medusa_jax.config import Config
 from medusa_jax.console import inform
@@ -247,7 +247,7 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     ))  # fmt: skip
     both = f"{out / 'start'},{heads}" if flags.start else heads
     part("comparison", out / "compare" / "race.json", lambda: call(
-        bench.program, drafters=both, prompts=kept, limit=COMPARED, repeats=1, out=out / "compare", **shared,
+        bench.command_line, drafters=both, prompts=kept, limit=COMPARED, repeats=1, out=out / "compare", **shared,
     ))  # fmt: skip
     if not (heads / "certificate").exists():
         certify(flags.model, str(heads), str(heads))
@@ -276,10 +276,10 @@ def split(text: Path) -> tuple[Path, Path, Path]:
     return source, files[1], evaluated
 
 
-def call(program: Program, **flags: object) -> int:
+def call(command_line: CommandLine, **flags: object) -> int:
     """Run a command with flags, those that are None left out; returns its exit status."""
     words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-    return program.run(program.parse(words))
+    return command_line.run(command_line.parse(words))
 
 
-main = Program("medusa own", Flags, run, EXAMPLES, resumes=True)
+main = CommandLine("medusa own", Flags, run, EXAMPLES, resumes=True)

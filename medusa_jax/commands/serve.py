@@ -1,6 +1,6 @@
 """`medusa serve`: a model behind OpenAI's endpoints, and a page."""
 
-from medusa_jax.commands.flags import Program
+from medusa_jax.commands.flags import CommandLine
 from medusa_jax.commands.serve_flags import EXAMPLES, Flags
 
 
@@ -11,4 +11,4 @@ def run(flags: Flags) -> int:
     return serve_run.run(flags)
 
 
-main = Program("medusa serve", Flags, run, EXAMPLES)
+main = CommandLine("medusa serve", Flags, run, EXAMPLES)

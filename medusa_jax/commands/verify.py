@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from medusa_jax.commands.flags import Program, flag
+from medusa_jax.commands.flags import CommandLine, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 
@@ -59,4 +59,4 @@ def certify(model: str | None, drafter: str, out: str, dtype: str = "") -> None:
     inform(f"wrote {certificate.write(out, recorded)}")
 
 
-main = Program("medusa verify", Flags, run, EXAMPLES)
+main = CommandLine("medusa verify", Flags, run, EXAMPLES)

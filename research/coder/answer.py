@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.console import inform
 from medusa_jax.distill.files import coverage, write_token_directory
 from medusa_jax.files.hf import model_shape
@@ -189,4 +189,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m research coder_answer", Flags, run, EXAMPLES)
+main = CommandLine("python -m research coder_answer", Flags, run, EXAMPLES)

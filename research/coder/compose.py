@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.console import inform
 from medusa_jax.text.chat import encode_prompt
 from medusa_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -366,4 +366,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m research coder_compose", Flags, run, EXAMPLES)
+main = CommandLine("python -m research coder_compose", Flags, run, EXAMPLES)

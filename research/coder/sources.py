@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from medusa_jax.commands.flags import Program, flag
+from medusa_jax.commands.flags import CommandLine, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 
@@ -156,4 +156,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m research coder_sources", Flags, run, "")
+main = CommandLine("python -m research coder_sources", Flags, run, "")

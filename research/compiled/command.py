@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import jax
 
 from medusa_jax.api import DEMO
-from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.commands.train import load_config
 from medusa_jax.console import announced
 from medusa_jax.decoding.acceptance import RULES
@@ -167,4 +167,4 @@ def compiling_for(target: Target) -> Iterator[None]:
             ) from error
 
 
-main = Program("python -m research compile", Flags, run, EXAMPLES)
+main = CommandLine("python -m research compile", Flags, run, EXAMPLES)

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from medusa_jax.commands.flags import Program, flag
+from medusa_jax.commands.flags import CommandLine, flag
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
@@ -318,4 +318,4 @@ def relative(record: Json) -> Json:
     return copy
 
 
-main = Program("python -m research demo_build", Flags, run)
+main = CommandLine("python -m research demo_build", Flags, run)

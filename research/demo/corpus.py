@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from medusa_jax.commands.flags import Program, flag
+from medusa_jax.commands.flags import CommandLine, flag
 from medusa_jax.errors import UserError
 from medusa_jax.training.data.rows import write_tokens
 from medusa_jax.whole_files import Json, write_json, write_text
@@ -302,4 +302,4 @@ def show(report: Json, out: Path) -> int:
     return 0
 
 
-main = Program("python -m research demo_corpus", Flags, run)
+main = CommandLine("python -m research demo_corpus", Flags, run)

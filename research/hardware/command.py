@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.console import inform
 from medusa_jax.devices.machine import accelerator
 from medusa_jax.errors import UserError, did_you_mean
@@ -182,4 +182,4 @@ def start(job: Job, log: int) -> subprocess.Popen:
     return subprocess.Popen(words, env=environment, cwd=ROOT, stdout=log, stderr=log)
 
 
-main = Program("python -m research hardware", Flags, run, EXAMPLES)
+main = CommandLine("python -m research hardware", Flags, run, EXAMPLES)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from medusa_jax.api import load
-from medusa_jax.commands.flags import Program
+from medusa_jax.commands.flags import CommandLine
 from medusa_jax.config import DataConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
@@ -104,4 +104,4 @@ def run(flags: Study) -> int:
     return 0
 
 
-main = Program("python -m research recipes", Study, run, EXAMPLES)
+main = CommandLine("python -m research recipes", Study, run, EXAMPLES)

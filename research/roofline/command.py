@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
-from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import one_of
 from medusa_jax.evaluate.tables import Cell, table_of
@@ -130,4 +130,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m research roofline", Flags, run, EXAMPLES)
+main = CommandLine("python -m research roofline", Flags, run, EXAMPLES)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.console import inform
 from medusa_jax.whole_files import write_text
 
@@ -340,4 +340,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m research compose", Flags, run, EXAMPLES)
+main = CommandLine("python -m research compose", Flags, run, EXAMPLES)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from medusa_jax.api.load import open_model
-from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.text.answers import encode_conversation
 from medusa_jax.whole_files import replacing
 
@@ -47,4 +47,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m research rehearsal", Flags, run, EXAMPLES)
+main = CommandLine("python -m research rehearsal", Flags, run, EXAMPLES)

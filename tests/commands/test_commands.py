@@ -16,7 +16,7 @@ import medusa_jax
 from medusa_jax import Options, progress
 from medusa_jax.api import find_heads, find_model
 from medusa_jax.commands import calibrate, convert
-from medusa_jax.commands.flags import Program, at_least, flag, parser_of
+from medusa_jax.commands.flags import CommandLine, at_least, flag, parser_of
 from medusa_jax.evaluate import tree_fit
 from medusa_jax.evaluate.tree_fit import MARGIN
 from medusa_jax.files.layouts import convert as conversion
@@ -83,7 +83,7 @@ def test_a_flag_is_declared_once():
         quick: bool = flag("no wait", False)
 
     seen = []
-    main = Program("x", Flags, lambda flags: seen.append(flags) or 0)
+    main = CommandLine("x", Flags, lambda flags: seen.append(flags) or 0)
     assert main(["--out=a", "--names=b", "--names=c", "--limit=0.5", "--quick"]) == 0
     assert main(["--out=a"]) == 0
     assert seen == [

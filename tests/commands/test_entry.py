@@ -12,7 +12,7 @@ import pytest
 from children import run
 
 from medusa_jax.commands.entry import run_main
-from medusa_jax.commands.flags import Program, flag
+from medusa_jax.commands.flags import CommandLine, flag
 from medusa_jax.progress import ProgressBar
 
 
@@ -67,7 +67,7 @@ def test_a_signal_ends_a_command_in_two_sentences(number, name, capsys):
 
         out: str = flag("a file")
 
-    program = Program("medusa work", Flags, work, resumes=True)
+    program = CommandLine("medusa work", Flags, work, resumes=True)
     assert program(["--out=a b"]) == 128 + number
     *_, stopped, again = capsys.readouterr().err.splitlines()
     assert stopped == f"answers: stopped by {name} after 4 of 9 seeds"
