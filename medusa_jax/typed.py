@@ -66,7 +66,7 @@ def read(name: str, value: Any, kind: Any) -> Any:
     try:
         return as_type(value, kind)
     except WRONG:
-        wanted = re.sub(r"[\w.]+\.", "", inspect.formatannotation(kind))
+        wanted = re.sub(r"(\w+\.)+(?=\w)", "", inspect.formatannotation(kind))
         raise UserError(f"{name} should be {wanted}, not {repr(value)[:80]}") from None
 
 

@@ -464,6 +464,31 @@ def test_requests_that_cannot_be(model, prompts, options, fields, words):
             generate(prompts, options or Options(max_new_tokens=3), **fields)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: m.guarantee("eager"), "not 'eager'"),
+        (lambda m: m.parse_tree(3), "tree should be str | Tree"),
+        (lambda m: m.parse_tree([[0]]), "tree should be str | Tree"),
+        (lambda m: m.complete("a", "b", {"seed": 1}), "options should be Options"),
+        (lambda m: m.chat("in", {"seed": 1}), "options should be Options"),
+        (lambda m: m.chat("in", template=["vicuna"]), "template should be str"),
+        (lambda m: m.chat(["in"], template="vicuna"), "object with 'role'"),
+        (lambda m: m.chat(SAID, template="vicuna"), "object with 'role'"),
+    ],
+)
+def test_other_calls_with_wrong_arguments(model, call, words):
+    with pytest.raises(UserError, match=words):
+        call(model)
+
+
+def test_a_stream_that_failed_fails_again(model):
+    stream = model.stream("a", Options(3, logit_bias={99: 1.0}))
+    for _ in range(2):
+        with pytest.raises(UserError, match="token 99 is outside"):
+            _ = stream.result
+
+
 MISPLACED = [
     (
         medusa_jax.load,
@@ -533,7 +558,11 @@ def test_ends_beyond_any_text_are_none(model):
 WRONG = {"max_new_tokens": [0, 2.7, True, None], "logprobs": [-1]}
 WRONG |= {"temperature": [-0.1, 1e-38, float("nan"), float("inf"), "hot", 10**400]}
 WRONG |= {"top_p": [-0.1, 1.5], "min_p": [-1.0], "epsilon": [0.0], "delta": [-1.0]}
-WRONG |= {"top_k": [-2, 2**31, 2.5, "5"], "seed": ["a", 1e3], "stop": [5, (5,), None]}
+WRONG |= {
+    "top_k": [-2, 2**31, 2.5, "5"],
+    "seed": ["a", 1e3],
+    "stop": [5, (5,), None, "\ud83d"],
+}
 WRONG |= {"eos_ids": [(3, -1), 5, "27"], "stop_sequences": [((),), ((1, -2),), (5,)]}
 WRONG |= {"logit_bias": [[1], {5: "a"}, {2.5: 1}, {"a": 1}, {5: float("nan")}, {5: 1e300}]}
 
@@ -541,7 +570,7 @@ WRONG |= {"logit_bias": [[1], {5: "a"}, {2.5: 1}, {"a": 1}, {5: float("nan")}, {
 ARGUMENTS = {
     "model": [5, b"m"],
     "mesh": [1],
-    "eos_ids": [5, b"2", [2.5]],
+    "eos_ids": [5, b"2", [2.5], [-5]],
     "batch": ["2", 0],
 }
 ARGUMENTS |= {"allow_other_base": ["no", 1], "no_repeat_ngram_size": [-1]}

@@ -24,7 +24,7 @@ from medusa_jax.sharding import Params
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.tree.files import parse_tree, tree_at
 from medusa_jax.tree.tree import Tree
-from medusa_jax.typed import known_arguments
+from medusa_jax.typed import known_arguments, read
 
 if TYPE_CHECKING:
     from medusa_jax.constraints import Grammars
@@ -117,7 +117,8 @@ class LoadedModel:
 
     def guarantee(self, acceptance: str) -> bool | str:
         """Whether drafted text equals plain text: "bitwise", True (except at ties) or False."""
-        rule = rule_named(acceptance)
+        one_of("acceptance", acceptance, ("auto", *RULES))
+        rule = rule_named("greedy" if acceptance == "auto" else acceptance)
         if not rule.lossless:
             return False
         return "bitwise" if self.llama.kernels.bitwise and not rule.by_drafts else True
@@ -161,6 +162,7 @@ class LoadedModel:
         no_heads = UserError(
             "no draft heads are loaded: give --drafter, or use --tree none"
         )
+        spec = read("tree", spec, str | Tree | None)
         if spec is None or spec == "auto":
             tree = self.tree
         elif isinstance(spec, Tree):

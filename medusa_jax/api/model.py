@@ -220,12 +220,17 @@ class Model(LoadedModel):
         Example:
           print(model.chat([{"role": "user", "content": "Name a colour."}]).text)
         """
+        options, template = (
+            read("options", options, Options),
+            read("template", template, str),
+        )
         prompt, options = conversation(
             self.tokenizer, self.eos_ids, messages, options, template
         )
         return self.generate([prompt], options, tree=tree, acceptance=acceptance)[0]
 
     @known_arguments(OPTIONS)
+    @read_arguments
     def complete(
         self,
         prefix: str,
@@ -246,7 +251,7 @@ class Model(LoadedModel):
         """
         from medusa_jax.text.fill import Gap  # here: few requests have gaps
 
-        gap = Gap(read("prefix", prefix, str), read("suffix", suffix, str))
+        gap = Gap(prefix, suffix)
         prompt, options = middle(self.tokenizer, self.eos_ids, gap, options)
         return self.generate([prompt], options, tree=tree, acceptance=acceptance)[0]
 

@@ -27,7 +27,10 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda n: n >= 1, "a whole number, at least 1"),
     "logprobs": (lambda n: n is None or n >= 0, "0 or more alternatives"),
     "seed": (lambda _: True, "a whole number"),
-    "stop": (lambda _: True, "text or a list of texts"),
+    "stop": (
+        lambda texts: not any("\ud800" <= c <= "\udfff" for text in texts for c in text),
+        "text or a list of texts, without unpaired surrogates",
+    ),
     # Numbers further out overflow the logits in float32.
     "temperature": (lambda t: t == 0 or 1e-30 <= t <= 1e30, "0 or 1e-30 to 1e30"),
     "top_p": (lambda p: 0 <= p <= 1, "in [0, 1]"),

@@ -231,16 +231,21 @@ class TextStream(Iterator[str]):
         self.pieces: list[Piece] = []
         self._chunks = chunks
         self._results: list[Result] = []
+        self._error: Exception | None = None
 
     def __repr__(self) -> str:
         return f"<TextStream of {self.model}: {sum(len(p.text) for p in self.pieces)} characters so far>"
 
     def __next__(self) -> str:
-        for pieces, results in self._chunks:
-            self.pieces += pieces
-            self._results = results or []
-            if pieces:
-                return "".join(piece.text for piece in pieces)
+        try:
+            for pieces, results in self._chunks:
+                self.pieces += pieces
+                self._results = results or []
+                if pieces:
+                    return "".join(piece.text for piece in pieces)
+        except Exception as error:
+            self._error = error
+            raise
         raise StopIteration
 
     @property
@@ -248,4 +253,6 @@ class TextStream(Iterator[str]):
         """The whole answer; decodes the rest of the text first."""
         for _ in self:
             pass
+        if self._error:
+            raise self._error
         return self._results[0]

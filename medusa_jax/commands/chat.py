@@ -185,6 +185,8 @@ class Chat:
         """Print the speed of all replies, the tree, and how full the context is."""
         tree = self.model.parse_tree(self.spec)
         turns = encode_prompt(self.model.tokenizer, self.messages[:-1] or "", self.template)
+        if self.messages:
+            turns = turns + self.model.tokenizer.encode(self.messages[-1]["content"])
         inform(
             f"{speed(self.results)}; {self.model.drafts_by(tree)}, {tree.n_nodes} nodes, "
             f"temperature {self.options.temperature:g}; {len(self.messages) // 2} turns, "

@@ -141,7 +141,7 @@ def load(flags: Flags, n_requests: int) -> Model:
         tree=flags.tree,
         tokenizer=flags.tokenizer,
         batch=min(flags.batch_size, n_requests),
-        all_heads=flags.learn is not None,
+        all_heads=is_conversation(flags),  # /tree may need any of them
     )
 
 
@@ -208,7 +208,8 @@ def answer_one(
     [result] = results
     facts = job.facts([0], [result], as_json=False)[0]
     inform(summary(facts, load_seconds, first_seconds))
-    if result.tree_nodes == 1 and 0 < result.mean_accepted_length < HELPED:
+    may_draft = job.model.tree.n_nodes > 1
+    if may_draft and result.tree_nodes == 1 and 0 < result.mean_accepted_length < HELPED:
         inform(
             f"mostly plain steps: {job.model.drafter.name}'s drafts were slower here; heads that guess "
             "more often help (python train.py), or a fitted tree (medusa calibrate)"

@@ -27,6 +27,8 @@ def shared_options(flags: Flags, defaults: Mapping[str, Any] | None = None) -> O
     fields |= {"stop": tuple(flags.stop), "stop_sequences": tuple(flags.stop_sequence)}
     if flags.constraint:
         kind, _, value = flags.constraint.partition(":")
+        if kind == "json_object" and value:
+            raise UserError("json_object takes no value: json_schema:FILE is for a schema")
         if kind in ("json_schema", "grammar"):
             value = read_text(value, f"{value!r} of --constraint")
         values: Json = {"json_object": True, "choice": value.split("|")}

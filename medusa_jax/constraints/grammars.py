@@ -84,7 +84,7 @@ class Grammars:
             raise self._tokenizer.missing("constraints cannot be told in tokens")
         if not ends:
             raise UserError(
-                "a constraint needs a token that ends the text: eos_ids is empty"
+                "a constraint needs a token that ends the text: eos_ids has none of this model"
             )
         vocabulary = Vocabulary(self._tokenizer, self._vocab_size, ends)
         wrapper, size = guidance.TokenizerWrapper(vocabulary), self._vocab_size
@@ -113,6 +113,7 @@ class Grammars:
             raise UserError(f"the {kind} cannot be read: {first_line(reply['unreadable'])}")
         if reason := first_line(reply.get("refused", "")):
             reason = OVERLAP if "coerce_one_of" in reason else reason
+            reason = "no text meets it" if reason == "NoExtensionBias" else reason
             raise UserError(f"the {kind} cannot be used: {reason}")
         limits = guidance.LLParserLimits(**LIMITS)
         matcher = guidance.LLMatcher(tokens, reply["grammar"], log_level=0, limits=limits)

@@ -1,7 +1,8 @@
-"""JSON schemas for llguidance: annotations are dropped, and keywords that it misreads are refused."""
+"""JSON schemas for llguidance: annotations are dropped, and keywords that it misreads are rewritten or refused."""
 
 from typing import Any
 
+from medusa_jax.constraints.patterns import without_null
 from medusa_jax.errors import UserError
 
 # The formats that llguidance knows; any other one is an annotation.
@@ -58,6 +59,12 @@ def _served(schema: Any, root: Any) -> Any:
             continue
         if name in DATA:
             out[name] = value
+        elif name == "pattern" and isinstance(value, str):
+            out[name] = without_null(value)
+        elif name == "patternProperties" and isinstance(value, dict):
+            out[name] = {
+                without_null(k): _served(inner, root) for k, inner in value.items()
+            }
         elif name in NAMED and isinstance(value, dict):
             out[name] = {key: _served(inner, root) for key, inner in value.items()}
         elif isinstance(value, list):

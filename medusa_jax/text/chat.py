@@ -3,7 +3,7 @@
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -46,7 +46,11 @@ def read_turn(
     turn: object, role_field: str, text_field: str, roles: dict[str, str]
 ) -> tuple[Message, str]:
     """(message, "") of a turn, or ({}, reason)."""
-    turn = turn if isinstance(turn, dict) else {}
+    if not isinstance(turn, Mapping):
+        return (
+            {},
+            f"a turn is an object with {role_field!r} and {text_field!r}, not {repr(turn)[:60]}",
+        )
     role = turn.get(role_field)
     if not isinstance(role, str) or role not in roles:
         return {}, f"unknown role {role!r}"

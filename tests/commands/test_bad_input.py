@@ -50,6 +50,7 @@ ROWS = {
         ("--repeats -1", "--repeats: from 1 to"),
         ("--chat vicunha", "did you mean 'vicuna'"),
         ("--constraint json_schema:/nowhere.json", "cannot read"),
+        ("--constraint json_object:a.json", "takes no value"),
         ("--constraint regex:a --no_repeat_ngram_size 3", "constraint"),
     ],
     "no prompt": [("", "--prompt"), ("--chat", "no chat template")],

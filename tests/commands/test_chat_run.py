@@ -20,6 +20,7 @@ from medusa_jax.commands.decode import main
 from medusa_jax.constraints.host_work import RowWork
 from medusa_jax.errors import UserError
 from medusa_jax.learning.learner import Learner
+from medusa_jax.text.tokenizer import load_tokenizer
 
 
 def flags_of(chatty):
@@ -86,13 +87,21 @@ def test_a_line_that_begins_with_a_slash_and_a_word_is_no_message(talk, tmp_path
     assert "no command /etc/hosts" in lines[1] and "/save" in lines[1]
 
 
-def test_settings_figures_and_a_saved_conversation(talk, tmp_path):
+def test_another_tree_may_be_deeper(talk):
+    _, _, err, _ = talk("/tree chain:3", "in", "/stats")
+    assert "error" not in err and ", 4 nodes, " in err
+
+
+def test_settings_figures_and_a_saved_conversation(talk, chatty, tmp_path):
     file = tmp_path / "talk.jsonl"
     said = ["in", "/tree none", "/temperature 1.5", "the", "/stats", f"/save {file}"]
-    _, out, err, _ = talk(*said)
+    _, out, err, prompts = talk(*said)
     first, second = out.splitlines()
     assert "12 tokens" in err and "; none, 1 nodes, temperature 1.5; 2 turns, " in err
-    assert f" of {CONTEXT} tokens" in err
+    encode = load_tokenizer(str(chatty)).encode
+    # The first reply ends with a token that is not shown.
+    tokens = len(encode(prompts[-1], add_bos=True)) + 1 + len(encode(second))
+    assert f", {tokens} of {CONTEXT} tokens" in err
     roles = ["user", "assistant"] * 2
     saved = [
         {"role": role, "content": text}

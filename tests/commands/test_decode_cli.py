@@ -46,6 +46,7 @@ def test_text_and_json_with_the_documented_fields(decode):
     times = r"first token after (\S+) s: loaded in (\S+) s, compiled in (\S+) s, prompt read in (\S+) s"
     total, *parts = map(float, re.search(times, err).groups())
     assert abs(total - sum(parts)) < 0.2 and min(parts) >= 0 < parts[1]
+    assert "mostly plain" not in decode("--prompt", "the cat", tree="none")[2]
     status, out, _ = decode("--prompt", "the cat", "--json", "--seed", 4, "--compare")
     assert status == 0 and out.count("\n") == 1
     facts = json.loads(out)

@@ -345,7 +345,7 @@ def test_few_compiled_constraints_are_kept(grammars):
 def test_ends_and_libraries_that_are_missing(grammars, monkeypatch):
     made, tokenizer = grammars
     fresh = Grammars(tokenizer, made._vocab_size)
-    with refused("eos_ids is empty"):
+    with refused("eos_ids has none of this model"):
         fresh.guide(Constraint("regex", "a"), [])
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with refused("needs llguidance: pip install"):
@@ -455,3 +455,48 @@ def test_a_keyword_of_null_is_absent():
     for number in (2**63, -(2**63) - 1, float("nan")):
         with refused("a number beyond 2\\^63"):
             constraint_of({"json_schema": {"minimum": number}})
+
+
+def follows(printable, schema, text):
+    """Whether the whole text is an answer by the schema."""
+    made, tokenizer = printable
+    guide = made.guide(constraint_of({"json_schema": schema}), [2])
+    for character in text:
+        if character not in allowed(guide, tokenizer):
+            return False
+        guide.advance([tokenizer.token_to_id(character)])
+    return 2 in ends(guide)
+
+
+def ends(guide):
+    bits = guide.first_W.copy()
+    guide.fill(bits)
+    return [i for i in range(32) if bits[0] >> i & 1]
+
+
+SETS = [
+    '[^"]',
+    r'[^"\\]',
+    r"[^\\]",
+    r"[^\x22]",
+    r'[^a-c"]',
+    r'([^"]|d)',
+    r'[^\s"\]]',
+    "[^,]",
+    r"\[[^\]]",
+    r"\S",
+    r"[\x00-!#-\x7f]",
+]
+
+
+@pytest.mark.parametrize("of", SETS)
+def test_sets_that_exclude_quotes_exclude_them(of, printable):
+    """Also as the name of a field; the library that checks schemas says what is right."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "string", "pattern": f"^{of}*$"}
+    fields = {"type": "object", "patternProperties": {f"^{of}*$": {"const": 1}}}
+    fields |= {"additionalProperties": False}
+    for value in ('d"', '"', "\\", "d\\d", "d,", "[d", "[]", "a", "d e", ""):
+        right = jsonschema.Draft202012Validator(schema).is_valid(value)
+        assert follows(printable, schema, json.dumps(value)) == right, value
+        assert follows(printable, fields, json.dumps({value: 1})) == right, value
