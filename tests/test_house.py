@@ -262,6 +262,12 @@ def test_sizes():
     assert tests <= TEST_LINES and words <= SITE_WORDS, (tests, words)
 
 
+def test_names_of_test_files_differ():
+    """pytest imports them by their names alone."""
+    names = [file.name for file in Path(__file__).parent.rglob("test_*.py")]
+    assert len(names) == len({*names})
+
+
 def test_files_that_are_not_python_come_with_the_package():
     """The patterns of `package-data` find all of them: else they lie in a clone and in no wheel."""
     settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
