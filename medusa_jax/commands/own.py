@@ -145,16 +145,17 @@ def plan_of(flags: Flags, out: Path) -> Json:
 def check_engines(flags: Flags, out: Path) -> None:
     """Refuse, before the work, engines of --to that cannot load the heads, and a --drafter that --start is not."""
     from medusa_jax.api import find_heads, find_model
-    from medusa_jax.files.hf_config import read_config
+    from medusa_jax.files.hf import BaseFiles
     from medusa_jax.files.layouts.engines import why_not
 
+    base = BaseFiles.open(find_model(flags.model))
     unbound = flags.start and not (out / "start").exists()
     stored = find_heads(flags.model, flags.start or "none") if unbound else None
-    heads = stored.heads if stored else recipe(flags, out).heads
+    heads = stored.fitted(base).heads if stored else recipe(flags, out).heads
     if flags.drafter not in (None, heads.drafter):
         raise UserError(f"--start has {heads.drafter} heads: leave out --drafter")
     for engine in entries(flags.to):
-        if reason := why_not(heads, engine, read_config(find_model(flags.model))):
+        if reason := why_not(heads, engine, base.config):
             raise UserError(reason)
 
 

@@ -88,8 +88,7 @@ def read_seeds(source: str, split: str, limit: int, vocab_size: int = 2**31) -> 
             problem = "nothing to ask"
             "".join((str(seed.prompt), seed.system, *seed.turns)).encode()
         except UnicodeEncodeError:
-            problem = "an unpaired surrogate, which is not a valid character"
-            seed = Seed(number)
+            seed, problem = Seed(number), "an unpaired surrogate, no valid character"
         except UserError as error:
             seed, problem = Seed(number), str(error)
         seeds.append(seed)
