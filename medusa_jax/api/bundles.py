@@ -11,7 +11,7 @@ from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.names import NamedModel, named_model
 from medusa_jax.heads.names import BASELINES, DRAFTERS, is_module_class, split_drafter
-from medusa_jax.heads.registry import drafter_class
+from medusa_jax.heads.registry import drafter_class, is_baseline
 
 if TYPE_CHECKING:
     from medusa_jax.files.known import KnownModel
@@ -85,6 +85,8 @@ def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
         if not path:
             raise UserError(f"give the directory of its heads: --drafter {name}:PATH")
         return open_heads(path)
+    if is_baseline(name):
+        raise UserError(f"--drafter {drafter}: {name} drafts without heads")
     if drafter not in DRAFTERS:
         if "/" not in drafter and not os.path.exists(drafter):
             names = [*DRAFTERS, *BASELINES, "none"]

@@ -18,6 +18,7 @@ from medusa_jax.commands.entrants import (
     contenders_of,
     default_names,
     load_entrants,
+    marked,
 )
 from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.commands.model_flags import BaseFlags, GenerationFlags, generation_options
@@ -224,7 +225,7 @@ def run(flags: Flags) -> int:
         raise UserError("--by_category does not go with --batches")
     out = out_directory(flags.out)
     names = entries(flags.drafters or "") or default_names(flags.model)
-    entrants = list(load_entrants(flags, names, flags.trees))
+    entrants = marked([*load_entrants(flags, names, flags.trees)])
     model = entrants[0].model
     if flags.questions:
         tasks = question_tasks(flags, flags.questions, model)

@@ -14,6 +14,7 @@ from medusa_jax.commands.model_flags import (
     ModelFlags,
     generation_options,
     load_model,
+    to_repeat,
 )
 from medusa_jax.commands.next_command import print_next
 from medusa_jax.console import inform
@@ -87,12 +88,14 @@ def run(flags: Flags) -> int:
     """Calibrate, write the tree file, print what was measured."""
     import jax
 
+    from medusa_jax.api import default_drafter, find_heads
     from medusa_jax.commands.bench import out_directory
     from medusa_jax.evaluate.questions import read_prompts, record_prompts
     from medusa_jax.evaluate.text_ranks import distilled_texts
     from medusa_jax.evaluate.tree_fit import fit_tree
     from medusa_jax.programs import use_compilation_cache
     from medusa_jax.training.run_log import outlook
+    from medusa_jax.tree.files import load_tree_file
 
     use_compilation_cache()
     if not (flags.prompts and flags.out):
@@ -100,8 +103,14 @@ def run(flags: Flags) -> int:
     on_cpu = jax.default_backend() == "cpu"
     limit = (16 if on_cpu else 64) if flags.limit is None else flags.limit
     batches = flags.batches or ((1, 4) if on_cpu else (1, 2, 4, 8, 16))
+    stored = find_heads(flags.model, flags.drafter or default_drafter(flags.model))
     records = read_prompts(flags.prompts, limit, messages=True)
     out = file_to_write(flags.out, "--out")
+    if out.is_file() and out.stat().st_size:
+        try:
+            load_tree_file(out)
+        except UserError as error:
+            raise UserError(f"--out {out} exists and is no tree file") from error
     plots = out_directory(flags.plots, "--plots") if flags.plots else None
     model = load_model(flags, needs_heads=True, tree="none")
     texts = []
@@ -143,7 +152,9 @@ def run(flags: Flags) -> int:
     inform(f"wrote {out}: {fit['nodes']} nodes for {fit['device']}")
     is_chat = "messages" in records[0]
     example = {"chat": "", "prompt": "Hello"} if is_chat else {"prompt": "import os"}
-    print_next("decode", model=flags.model, drafter=flags.drafter, **example, compare="")
+    found = stored and Path(stored.directory, "tree.json").resolve() == out.resolve()
+    tree = None if found else str(out)
+    print_next("decode", **to_repeat(flags), tree=tree, **example, compare="")
     return 0
 
 

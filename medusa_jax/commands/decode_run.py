@@ -12,7 +12,7 @@ from medusa_jax.api.prompts import ending_turns, middle
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_job import DecodeJob
 from medusa_jax.commands.decode_report import LEGEND, coloured, summary
-from medusa_jax.commands.model_flags import load_model, make_learner
+from medusa_jax.commands.model_flags import load_model, make_learner, to_repeat
 from medusa_jax.commands.requests import read_requests, sampling_defaults, shared_options
 from medusa_jax.console import announced, inform, messages_after, print_json
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
@@ -53,7 +53,7 @@ def run(flags: Flags, began: float) -> int:
     if flags.compare and flags.drafter and flags.drafter not in BASELINES:
         from medusa_jax.commands.next_command import print_next
 
-        print_next("serve", model=flags.model, drafter=flags.drafter, chat=flags.chat)
+        print_next("serve", **to_repeat(flags), chat=flags.chat)
     return status
 
 

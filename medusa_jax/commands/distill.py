@@ -233,6 +233,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         "", "python train.py", config="configs/own.py",
         **{"config.model.path": flags.model or find_model(None)},
         **{"config.data.source": str(out if mode == "continue" else path)},
+        **{"config.data.chat_template": flags.chat_template or None},
         workdir=str(out / "run"),
     )  # fmt: skip
     return 0

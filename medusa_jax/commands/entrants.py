@@ -1,8 +1,10 @@
 """What `bench` compares: plain decoding, and drafters with their trees, all on one backbone."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_jax.commands.model_flags import BaseFlags, load_model
@@ -22,15 +24,17 @@ class Entrant:
       name: as given.
       model: the backbone with this drafter; all entrants share one backbone.
       trees: --tree value -> tree.
+      mark: what tells its heads from others of the family, for its label.
     """
 
     name: str
     model: "Model"
     trees: dict[str, Tree]
+    mark: str = ""
 
     def label(self, spec: str, tree: Tree) -> str:
         """The drafter's name and, unless it is automatic or a number of nodes, the --tree value."""
-        name = self.model.drafts_by(tree) if tree.depth else self.name
+        name = self.model.drafts_by(tree) + self.mark if tree.depth else self.name
         return name if spec == "auto" or spec.isdecimal() else f"{name}, {spec}"
 
 
@@ -60,6 +64,21 @@ def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterato
         model.variables = model.variables | {"backbone": base.variables["backbone"]}
         by_spec = {s: model.tree if s == spec else model.parse_tree(s) for s in specs}
         yield Entrant(name, model, by_spec)
+
+
+def marked(entrants: Sequence[Entrant]) -> list[Entrant]:
+    """Mark heads of one family by the names of their directories, by their paths if these are equal."""
+    families: dict[str, set[str]] = defaultdict(set)
+    for e in entrants:
+        if e.model.has_drafter:
+            families[e.model.drafter.heads.drafter].add(e.name)
+    found = []
+    for e in entrants:
+        names = families[e.model.drafter.heads.drafter]
+        differ = len({Path(name).name for name in names}) == len(names)
+        mark = f" ({Path(e.name).name if differ else e.name})" if len(names) > 1 else ""
+        found.append(replace(e, mark=mark))
+    return found
 
 
 def contenders_of(

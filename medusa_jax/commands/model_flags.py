@@ -135,6 +135,13 @@ def load_model(
     return model
 
 
+def to_repeat(flags: ModelFlags) -> dict[str, str]:
+    """The flags of the model and its drafter that were given, for `print_next`."""
+    values, defaults = (values_of(f, ModelFlags) for f in (flags, ModelFlags()))
+    given = {name: value for name, value in values.items() if value != defaults[name]}
+    return {name: "" if value is True else str(value) for name, value in given.items()}
+
+
 def make_learner(flags: LearnFlags, model: "Model") -> "Learner | None":
     """What --learn asks for."""
     if flags.learn is None:

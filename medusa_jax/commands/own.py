@@ -24,6 +24,7 @@ from medusa_jax.commands.verify import certify
 from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import Terminated, UserError
+from medusa_jax.files.json_files import read_json
 from medusa_jax.notation import entries
 from medusa_jax.progress import duration
 from medusa_jax.whole_files import Json, read_text, write_json, write_text
@@ -54,7 +55,9 @@ class Flags:
     questions: str = flag("JSONL with messages, turns or prompt", name="questions")
     out: str = flag("directory for everything; the same command goes on in it")
     minutes: float | None = flag("fit the work to this time", None, type=at_least(1, float))
-    drafter: str = flag("family of heads, as --config.heads.drafter of train.py", "medusa")
+    drafter: str | None = flag(
+        "family of heads (default: medusa, or that of --start)", None
+    )
     start: str | None = flag(
         "train these heads further, such as the heads of the model before its fine-tuning",
         None,
@@ -109,11 +112,15 @@ def plan_of(flags: Flags, out: Path) -> Json:
     """The plan in own.json, made at the first start.
 
     Raises:
-      UserError: it was made for other flags.
+      UserError: it was made for other flags, or engines of --to cannot load such heads.
     """
-    file, given = out / "own.json", dataclasses.asdict(flags) | {"out": ""}
+    file, given = out / "own.json", dataclasses.asdict(flags)
+    del given["out"], given["to"]  # engines may change: their part is the last
+    check_engines(flags, out)
     if file.exists():
-        plan: Json = json.loads(read_text(file))
+        plan = read_json(str(file))
+        if missing := {"flags", "job", "seconds", "spent"} - plan.keys():
+            raise UserError(f"{file} does not say {', '.join(sorted(missing))}")
         old = {name: plan["flags"].get(name) for name in given}
         changed = [
             f"{x} {old[x]!r}, now it is {given[x]!r}" for x in given if old[x] != given[x]
@@ -135,11 +142,28 @@ def plan_of(flags: Flags, out: Path) -> Json:
     return plan | {"seconds": seconds, "spent": {}}
 
 
+def check_engines(flags: Flags, out: Path) -> None:
+    """Refuse, before the work, engines of --to that cannot load the heads, and a --drafter that --start is not."""
+    from medusa_jax.api import find_heads, find_model
+    from medusa_jax.files.hf import BaseFiles
+    from medusa_jax.files.layouts.engines import why_not
+
+    base = BaseFiles.open(find_model(flags.model))
+    unbound = flags.start and not (out / "start").exists()
+    stored = find_heads(flags.model, flags.start or "none") if unbound else None
+    heads = stored.fitted(base).heads if stored else recipe(flags, out).heads
+    if flags.drafter not in (None, heads.drafter):
+        raise UserError(f"--start has {heads.drafter} heads: leave out --drafter")
+    for engine in entries(flags.to):
+        if reason := why_not(heads, engine, base.config):
+            raise UserError(reason)
+
+
 def recipe(flags: Flags, out: Path, **fields: object) -> Config:
     """The configuration of the training."""
     given: Json = {"model.path": flags.model, "data.source": flags.questions}
-    given |= {"heads.drafter": flags.drafter} | (started(flags, out) if flags.start else {})
-    given |= fields
+    given |= {"heads.drafter": flags.drafter or "medusa"}
+    given |= (started(flags, out) if flags.start else {}) | fields
     words = [f"--config.{name}={value}" for name, value in given.items()]
     _, cfg, complete = train.parse_all(
         [f"--config={RECIPE}", f"--workdir={out / 'run'}", *words]
@@ -179,8 +203,9 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
     seeds = read_seeds(flags.questions, "train", flags.limit)
     texts = [s.prompt or s.turns[0] for s in seeds if s.turns or s.prompt]
     if len(texts) < 2 * HELD_OUT:
+        within = f" in --limit {flags.limit} records" if len(seeds) == flags.limit else ""
         raise UserError(
-            f"{flags.questions} has {len(texts)} questions, {2 * HELD_OUT} are needed"
+            f"{flags.questions} has {len(texts)} questions{within}, {2 * HELD_OUT} are needed"
         )
     inform("measuring this machine ...")
     model = load(flags.model, "none")

@@ -86,6 +86,9 @@ def read_seeds(source: str, split: str, limit: int, vocab_size: int = 2**31) -> 
         try:
             seed = read_seed(number, sources.parse(record), vocab_size)
             problem = "nothing to ask"
+            "".join((str(seed.prompt), seed.system, *seed.turns)).encode()
+        except UnicodeEncodeError:
+            seed, problem = Seed(number), "an unpaired surrogate, no valid character"
         except UserError as error:
             seed, problem = Seed(number), str(error)
         seeds.append(seed)

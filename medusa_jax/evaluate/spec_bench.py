@@ -46,7 +46,7 @@ def write_answers(
     numbers: Sequence[int],
     runs: Sequence[Run],
 ) -> None:
-    """Write NAME.jsonl.
+    """Write NAME.jsonl, with _ for each / of a path in the name.
 
     Args:
       numbers: the question of each run; a question's turns are in order.
@@ -57,4 +57,5 @@ def write_answers(
     lines = [
         answer_line(questions[i], turns, name) for i, turns in sorted(of_question.items())
     ]
-    write_text(out / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    file = out / f"{name.replace('/', '_')}.jsonl"
+    write_text(file, "".join(json.dumps(line) + "\n" for line in lines))

@@ -1,6 +1,8 @@
 """bench: drafters and trees, question files by category, batches, and files for other tools."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from files import read_lines, write_lines
 from tiny import write_model
 
 from medusa_jax.commands import bench
+from medusa_jax.commands.entrants import Entrant, marked
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 
 
@@ -32,6 +35,28 @@ def test_bench_races_drafters_and_trees(files, tmp_path, capsys):
         assert row["tokens"] == plain["tokens"] == 2 * 19 and row["divergences"] == 0
         assert row["speedup"] > 0 and row["end_to_end_speedup"] > 0
         assert row["step_latency_ratio"] > 0 and abs(row["difference"]) < 1e-9
+
+
+def test_heads_of_one_family_have_labels_and_files_of_their_own(files, tmp_path):
+    """Names of their directories, or paths where these are equal; a path in a label names no directory."""
+    drafter = SimpleNamespace(heads=SimpleNamespace(drafter="medusa"))
+    model = SimpleNamespace(drafter=drafter, has_drafter=True)
+    found = marked([Entrant(name, model, {}) for name in ("a/heads", "b/other")])
+    assert [e.mark for e in found] == [" (heads)", " (other)"]
+    heads = [tmp_path / "a" / "heads", tmp_path / "b" / "heads"]
+    for copy in heads:
+        shutil.copytree(files[0] / "heads", copy)
+    flags = {
+        "model": files[0], "drafters": f"{heads[0]},{heads[1]},none@none", "trees": "chain:2",
+        "questions": write_lines(tmp_path / "q.jsonl", [SPEC_BENCH[0]]),
+        "out": tmp_path / "out", "max_new_tokens": 4, "repeats": 1,
+    }  # fmt: skip
+    assert bench.main([f"--{k}={v}" for k, v in flags.items()]) == 0
+    rows = json.loads((tmp_path / "out" / "race.json").read_text())["rows"]
+    labels = [f"medusa ({path}), chain:2" for path in heads]
+    assert [row["label"] for row in rows[1:3]] == labels
+    for label in labels:
+        assert (tmp_path / "out" / f"{label.replace('/', '_')}-3.jsonl").is_file()
 
 
 SPEC_BENCH = [

@@ -34,7 +34,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     flags = [
         f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
         f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4,", "--rounds=2",
-        "--batches=1,2", f"--plots={tmp_path}/plots",
+        "--batches=1,2", f"--plots={tmp_path}/plots", "--weights=bfloat16", "--allow_other_base",
     ]  # fmt: skip
     assert calibrate.main(flags) == 0
     found = json.loads(out.read_text())
@@ -61,6 +61,9 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     assert re.search(r"texts and their ranks: 4 of 4 texts, .+, 0 seconds left", said)
     assert "trees for batch 1: " in said and "trees for batch 2: " in said
     assert not out.with_name("tree.json.ranks").exists()
+    [named] = [line for line in said.splitlines() if line.startswith("next: ")]
+    assert f"--weights bfloat16 --allow_other_base --drafter {directory}/heads" in named
+    assert f"--tree {out} --prompt" in named  # it is not beside the heads
     pictures = {p.name for p in (tmp_path / "plots").iterdir()}
     assert pictures == {"tree.png", "curves.png"}
 

@@ -108,6 +108,34 @@ def test_the_work_is_fitted_to_the_minutes(given, tmp_path, monkeypatch, capsys)
         own.fitted(dataclasses.replace(flags, minutes=1.0), own.recipe(flags, tmp_path))
 
 
+def test_what_cannot_be_done_is_refused_before_the_work(
+    given, tmp_path, monkeypatch, capsys
+):
+    """Unknown engines and those for other heads; corrected ones are no other work."""
+
+    def refusal(*more):
+        assert own.main([*given, f"--out={tmp_path / 'out'}", *more]) == 2
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(own, "do_parts", lambda *_: tmp_path)
+    assert "vlm" in refusal("--to=vlm,vllm")
+    assert "--to sglang is for" in refusal("--to=vllm,sglang")
+    assert "20 questions in --limit 20 records, 32 are needed" in refusal("--limit=20")
+    heads = Eagle3Config(n_heads=3, lm_head="own", rope_theta=50.0, n_layers=1)
+    config, params = write_chat_model(tmp_path / "m", MARKED, max_position=128)
+    write_heads(tmp_path / "heads", config, params, heads, ids=range(3, 30))
+    start = f"--start={tmp_path / 'heads'}"
+    assert "--start has eagle3 heads" in refusal(start, "--drafter=hydra")
+    assert not (tmp_path / "out" / "start").exists()
+    for damaged in ("{", "{}", "[]"):
+        (tmp_path / "out" / "own.json").write_text(damaged)
+        assert "own.json" in refusal()
+    flags = dataclasses.asdict(own.Flags(model=given[0], questions=given[1], out=""))
+    plan = {"flags": flags, "job": {}, "seconds": {}, "spent": {}}
+    (tmp_path / "out" / "own.json").write_text(json.dumps(plan))
+    assert own.main([*given, f"--out={tmp_path / 'out'}", "--to=vllm"]) == 0
+
+
 @pytest.mark.wide
 def test_heads_are_rebuilt_after_a_fine_tuning(given, tmp_path, monkeypatch, capsys):
     """From those of the model before, which another fingerprint binds; killed in the training, resumed, converted."""

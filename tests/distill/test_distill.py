@@ -70,6 +70,7 @@ def test_records_that_ask_nothing_are_named(tmp_path, capsys):
     lines = [b'\xef\xbb\xbf{"prompt": "a"}', b"", b"{", b'"\xfc"', b"{}"]
     lines += [b'{"prompt": "b"}', b'{"messages": [{"who": "a", "text": "b"}]}']
     lines += [b'{"prompt_ids": [%s]}' % ids for ids in (b"4", b"true", b"-1", b"23")]
+    lines += [b'{"prompt": "\\ud800"}']
     file.write_bytes(b"\r\n".join(lines))
     seeds = read_seeds(str(file), "train", 0, vocab_size=23)
     assert [(s.number, s.prompt) for s in seeds if s.prompt] == [
@@ -80,7 +81,8 @@ def test_records_that_ask_nothing_are_named(tmp_path, capsys):
     said = capsys.readouterr().err
     reasons = "broken JSON, first in line 3; 1 x not UTF-8, first in line 4"
     refused_ids = "3 x prompt_ids that are not token ids below 23, first in line 9"
-    assert f"7 of 10 records skipped ({refused_ids}; 1 x {reasons}; 1 x nothing" in said
+    assert "1 x an unpaired surrogate, no valid character, first in line 12" in said
+    assert f"8 of 11 records skipped ({refused_ids}; 1 x {reasons}; 1 x nothing" in said
     assert "1 x a turn with who, text, but none of role, from" in said
     file.write_bytes(b"\n".join(lines[2:5]))
     with refused(r"has no seeds: .*broken JSON, first in line 1"):
@@ -296,6 +298,13 @@ def test_a_chat_model_answers_prompts_and_another_continues_them(
     for path in (model, directory):
         assert distill.main(flags_for(path, tmp_path / "out", prompts)) == 0
     assert modes == ["multi_turn", "continue"]
+
+
+def test_the_training_gets_the_template_of_the_answers(model, tmp_path, capsys):
+    seeds = write_lines(tmp_path / "a.jsonl", [{"turns": ["the cat"]}])
+    flags = flags_for(model, tmp_path / "out", seeds, "--chat_template=vicuna")
+    assert distill.main(flags) == 0
+    assert "--config.data.chat_template vicuna" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["multi_turn", "continue"])

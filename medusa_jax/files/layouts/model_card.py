@@ -88,10 +88,9 @@ def _calibration(tree: Json) -> list[str]:
         "|---|---|---|",
     ]
     for row in evidence.get("ladder", []):
-        lines.append(
-            f"| {row['nodes']} | {row['tokens_per_step']:.2f} | "
-            f"{row['step_latency_ratio']:.2f}x |"
-        )
+        ratio = row.get("step_latency_ratio")
+        latency = f"{ratio:.2f}x" if ratio else "not timed"
+        lines.append(f"| {row['nodes']} | {row['tokens_per_step']:.2f} | {latency} |")
     accuracies = ", ".join(f"{row[0]:.3f}" for row in evidence.get("head_accuracies", []))
     if accuracies:
         lines += ["", f"Top-1 accuracies of the heads: {accuracies}."]

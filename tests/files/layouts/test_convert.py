@@ -162,7 +162,7 @@ def test_links_that_leave_the_directory_are_not_copied(target, base, tmp_path, c
     secret = tmp_path / "secret.json"
     shutil.copytree(base.source, model)
     blobs.mkdir()
-    secret.write_text('{"key": 1}')
+    secret.write_text('{"choices": [[0]]}')
     (blobs / "5e").write_text("{}")
     (blobs / "6f").symlink_to(secret)
     kept = {"special_tokens_map.json": blobs / "5e", "vocab.json": model / "config.json"}
@@ -303,13 +303,19 @@ def test_the_card_gives_the_measurements(base, tmp_path):
     recipe = {"step": 70, "held_out": {"accepted_length_tree": 2.345}}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"recipe": recipe}))
     ladder = [{"nodes": 4, "tokens_per_step": 1.834, "step_latency_ratio": 1.41}]
+    ladder += [{"nodes": 6, "tokens_per_step": 1.9}]
     evidence = {"positions": 99, "head_accuracies": [[0.5, 0.1]], "ladder": ladder}
-    (tmp_path / "heads" / "tree.json").write_text(json.dumps({"evidence": evidence}))
+    tree = {"choices": [[0]], "evidence": evidence}
+    (tmp_path / "heads" / "tree.json").write_text(json.dumps(tree))
     again = open_heads(str(tmp_path / "heads"))
     text = (exported(again, base, "native", tmp_path / "b") / "README.md").read_text()
-    for said in ("at step 70: 2.345 with the best tree", "| 4 | 1.83 | 1.41x |"):
+    rows = ("| 4 | 1.83 | 1.41x |", "| 6 | 1.90 | not timed |")
+    for said in ("at step 70: 2.345 with the best tree", *rows):
         assert said in text
     assert "Nothing yet" not in text and (tmp_path / "b" / "tree.json").exists()
+    (tmp_path / "heads" / "tree.json").write_text("[[0]]")
+    text = (exported(again, base, "native", tmp_path / "list") / "README.md").read_text()
+    assert "at step 70" in text
     block = write_heads(tmp_path / "block", base, heads_of(drafter="dspark"))
     text = (exported(block, base, "dflash", tmp_path / "c") / "README.md").read_text()
     assert '"method": "dspark"' in text and "speculative-algorithm DSPARK" in text
