@@ -160,8 +160,8 @@ def test_no_circle_inside_a_room():
 # Budgets with 3% of slack, set when a large change ends. Lines of all files that decoding reaches by imports, with plain
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
 GENERATE_LINES = 6_815
-LINES, CHARACTERS = 51_360, 2_109_700
-TEST_LINES, SITE_WORDS = 32_490, 18_730
+LINES, CHARACTERS = 51_480, 2_115_600
+TEST_LINES, SITE_WORDS = 32_680, 18_730
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",
@@ -196,8 +196,8 @@ def test_what_a_reader_of_decoding_cannot_avoid():
 
 # Lines of the package that a command has loaded when it ends.
 LOADED = {
-    "decode.py --prompt hi --max_new_tokens 2": 16_500,
-    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 17_210,
+    "decode.py --prompt hi --max_new_tokens 2": 16_520,
+    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 17_240,
     "train.py --config=configs/demo_medusa.py --config.dry_run": 12_600,
 }
 COUNT_LOADED = """
