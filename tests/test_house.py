@@ -161,7 +161,7 @@ def test_no_circle_inside_a_room():
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
 GENERATE_LINES = 6_815
 LINES, CHARACTERS = 51_480, 2_115_600
-TEST_LINES, SITE_WORDS = 32_680, 18_730
+TEST_LINES, SITE_WORDS = 32_680, 18_860
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",
