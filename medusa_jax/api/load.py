@@ -122,8 +122,6 @@ def load(
     if context is not None:
         between("context", context, 1, config.longest)
         config = replace(config, max_position=context)
-    for token in eos_ids or ():
-        between("an id of eos_ids", token, 0, 2**63 - 1)
     fingerprint = files.base.fingerprint()
     opened = open_drafter(
         source, files.base, files.tokenizer, form, devices,

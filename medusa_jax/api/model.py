@@ -27,7 +27,7 @@ from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.text.chat import Message
 from medusa_jax.tree.tree import Tree
-from medusa_jax.typed import known_arguments, read
+from medusa_jax.typed import known_arguments
 
 OPTIONS = [field.name for field in dataclasses.fields(Options)]
 
@@ -220,10 +220,6 @@ class Model(LoadedModel):
         Example:
           print(model.chat([{"role": "user", "content": "Name a colour."}]).text)
         """
-        options, template = (
-            read("options", options, Options),
-            read("template", template, str),
-        )
         prompt, options = conversation(
             self.tokenizer, self.eos_ids, messages, options, template
         )

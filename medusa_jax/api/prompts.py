@@ -94,8 +94,9 @@ def conversation(
     Raises:
       UserError: malformed messages, or no such template.
     """
-    if not isinstance(messages, Iterable) or not isinstance(options, Options):
-        raise UserError("a conversation is text or a list of messages, with Options")
+    if not isinstance(messages, Iterable):
+        raise UserError("a conversation is text or a list of messages")
+    options, template = read("options", options, Options), read("template", template, str)
     turns = messages if isinstance(messages, str) else list(messages)
     ids = encode_prompt(tokenizer, turns, template)
     return ids, ending_turns(tokenizer, eos_ids, options, template)
