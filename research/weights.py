@@ -4,15 +4,18 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from medusa_jax.api.form import Form
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding.prefill import PromptArrays, prefill
 from medusa_jax.decoding.request import DecodeRequest, prompt_arrays
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.convert import abstract_params, place_head, place_part, prepare, store
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.llama import Llama
@@ -77,6 +80,11 @@ def abstract_state(
     """Shapes of the state after prompts of `tokens` tokens."""
     slots, prompts = abstract_prompts(engine, batch, tokens)
     return prefill.eval_shape(engine.depth_only, slots, variables, prompts)
+
+
+def plain_form(dtype: np.dtype, mesh: Mesh, head_dim: int) -> Form:
+    """All in one type and kernels as arrays, with the fastest operations for these."""
+    return Form(dtype.name, dtype, Storage(), choose_kernels(mesh, None, head_dim))
 
 
 def random_backbone(

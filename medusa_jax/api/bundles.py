@@ -86,7 +86,7 @@ def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
             raise UserError(f"give the directory of its heads: --drafter {name}:PATH")
         return open_heads(path)
     if is_baseline(name):
-        raise UserError(f"--drafter {drafter}: {name} drafts without heads")
+        raise UserError(f"--drafter {drafter}: {name} has no heads")
     if drafter not in DRAFTERS:
         if "/" not in drafter and not os.path.exists(drafter):
             names = [*DRAFTERS, *BASELINES, "none"]

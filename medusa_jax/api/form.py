@@ -35,11 +35,6 @@ class Form:
     storage: Storage
     kernels: Kernels
 
-    @classmethod
-    def plain(cls, dtype: np.dtype, mesh: Mesh, head_dim: int) -> "Form":
-        """All in one type, kernels as arrays, with the fastest operations for these."""
-        return cls(dtype.name, dtype, Storage(), choose_kernels(mesh, None, head_dim))
-
 
 def default_dtype() -> str:
     """float32 on a CPU (its bfloat16 products are slow), bfloat16 elsewhere."""

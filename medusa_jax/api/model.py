@@ -328,7 +328,7 @@ def generate(
     """Decode a batch of prompts with draft heads, each to its end.
 
     Args:
-      model: from `load`; the other arguments are those of `Model.generate`.
+      model: made by `load`. The other arguments are as for `Model.generate`.
       prompts: each text, or ids as they are.
       options: for all, or one for each prompt.
       tree: a name, a file or a tree; None lets the model choose.

@@ -110,7 +110,7 @@ def run(flags: Flags) -> int:
         try:
             load_tree_file(out)
         except UserError as error:
-            raise UserError(f"--out {out} exists and is no tree file") from error
+            raise UserError(f"--out {out} exists and is not a tree file") from error
     plots = out_directory(flags.plots, "--plots") if flags.plots else None
     model = load_model(flags, needs_heads=True, tree="none")
     texts = []

@@ -56,7 +56,7 @@ class Flags:
     out: str = flag("directory for everything; the same command goes on in it")
     minutes: float | None = flag("fit the work to this time", None, type=at_least(1, float))
     drafter: str | None = flag(
-        "family of heads (default: medusa, or that of --start)", None
+        "kind of heads to train (default: that of --start, else medusa)", None
     )
     start: str | None = flag(
         "train these heads further, such as the heads of the model before its fine-tuning",
@@ -143,7 +143,7 @@ def plan_of(flags: Flags, out: Path) -> Json:
 
 
 def check_engines(flags: Flags, out: Path) -> None:
-    """Refuse, before the work, engines of --to that cannot load the heads, and a --drafter that --start is not."""
+    """Before any work, refuse engines of --to that cannot load the heads, and a --drafter that differs from --start."""
     from medusa_jax.api import find_heads, find_model
     from medusa_jax.files.hf import BaseFiles
     from medusa_jax.files.layouts.engines import why_not

@@ -9,7 +9,7 @@ PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^][\\])*\]|.", re.DOTALL)
 def without_null(pattern: str) -> str:
     """Take the null character out of every set.
 
-    llguidance lets a set with it match escaped quotes and backslashes, too (1.9: `[^"]*` matched `a\\"b`).
+    In llguidance 1.9 a set that contains it also matches escaped quotes and backslashes: `[^"]*` matches `a\\"b`.
 
     Example: `[^"]+` becomes `[[^"]--\\x00]+`.
     """

@@ -224,9 +224,9 @@ class Batch:
 
     def tree_of(self, group: Group) -> Tree:
         """The tree of a group's steps with the present rows."""
-        return self._stepping(group).tree
+        return self._engine_of_steps(group).tree
 
-    def _stepping(self, group: Group) -> Engine:
+    def _engine_of_steps(self, group: Group) -> Engine:
         engine = self._engine_of(group)
         if not group.drafts:
             drafter = no_drafter(engine.llama.config)
@@ -276,7 +276,7 @@ class Batch:
 
         Returns: the progress after the chunk, and the node count of `tree_of(group)`.
         """
-        engine = self._stepping(group)
+        engine = self._engine_of_steps(group)
         status_B, chunk_steps = rows.run_only(
             self._engine,
             self._state.status_B,

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.form import Form
 from medusa_jax.api.loaded_drafter import LoadedDrafter
 from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.config import LlamaConfig
@@ -19,7 +18,7 @@ from medusa_jax.text.tokenizer import NoTokenizer
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 from research.hardware.record import Record
-from research.weights import random_backbone, random_heads
+from research.weights import plain_form, random_backbone, random_heads
 
 # Few tokens, so that random heads guess right at times.
 CONFIG = LlamaConfig(vocab_size=16, d_model=128, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=32,
@@ -75,7 +74,7 @@ def alone(model: Model, prompts: Sequence[list[int]], options: Options) -> Json:
 def tiny(name: str, dtype: np.dtype) -> Model:
     """A random model with random heads and a tree of 16 nodes."""
     mesh = make_mesh((1, 1, 1))
-    form = Form.plain(dtype, mesh, CONFIG.head_dim)
+    form = plain_form(dtype, mesh, CONFIG.head_dim)
     drafter = make_drafter(drafter_class(name).Config(drafter=name, n_heads=3), CONFIG)
     backbone = random_backbone(CONFIG, dtype, form.storage, mesh)
     loaded = LoadedDrafter(drafter, random_heads(drafter, dtype, form.storage))

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import DEMO, Model
-from medusa_jax.api.form import Form
 from medusa_jax.api.loaded_drafter import LoadedDrafter
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding.loop import decode_loop
@@ -30,7 +29,7 @@ from research.bandwidth import read_bandwidth
 from research.compiled.costs import kernels_of
 from research.hardware.profile import profiled
 from research.hardware.record import Record
-from research.weights import random_backbone, random_heads
+from research.weights import plain_form, random_backbone, random_heads
 
 SHAPE, CONTEXT, STEPS = "llama-7b", 800, 16
 # The growth order of the demo's Hydra heads is as deep as the papers' trees of 64 nodes: four levels.
@@ -114,7 +113,7 @@ def timed_model(
         drafter_class(name).Config(drafter=name, n_heads=N_HEADS), config
     )
     mesh = make_mesh((1, 1, 1))
-    form = Form.plain(DTYPE, mesh, config.head_dim)
+    form = plain_form(DTYPE, mesh, config.head_dim)
     loaded = LoadedDrafter(drafter, random_heads(drafter, DTYPE, form.storage))
     model = Model(config, backbone, loaded, NoTokenizer("a shape"), form, mesh, eos_ids=())
     growth = load_tree_file(GROWTH)

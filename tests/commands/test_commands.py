@@ -63,7 +63,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     assert not out.with_name("tree.json.ranks").exists()
     [named] = [line for line in said.splitlines() if line.startswith("next: ")]
     assert f"--weights bfloat16 --allow_other_base --drafter {directory}/heads" in named
-    assert f"--tree {out} --prompt" in named  # it is not beside the heads
+    assert f"--tree {out} --prompt" in named  # the file is not next to the heads
     pictures = {p.name for p in (tmp_path / "plots").iterdir()}
     assert pictures == {"tree.png", "curves.png"}
 

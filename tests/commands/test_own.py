@@ -111,7 +111,7 @@ def test_the_work_is_fitted_to_the_minutes(given, tmp_path, monkeypatch, capsys)
 def test_what_cannot_be_done_is_refused_before_the_work(
     given, tmp_path, monkeypatch, capsys
 ):
-    """Unknown engines and those for other heads; corrected ones are no other work."""
+    """An engine that is unknown or cannot load these heads; once it is corrected, the work goes on."""
 
     def refusal(*more):
         assert own.main([*given, f"--out={tmp_path / 'out'}", *more]) == 2
