@@ -40,7 +40,6 @@ from medusa_jax.tree.tree import Tree
 FEW, MANY = 3, 7
 
 
-@lru_cache(maxsize=32)  # building trees takes 0.2 ms
 def with_runs(engine: Engine, heads: bool) -> Engine:
     """The engine for constrained rows: its tree has a chain for forced tokens; if none is forced, it is copied from the text.
 

@@ -13,7 +13,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import jax
@@ -142,6 +142,7 @@ class Tree:
         guesses = (c for c in self.choices if c[0] != COPIED)
         return Tree(tuple(sorted((*guesses, *self.spares), key=lambda p: (len(p), p))))
 
+    @lru_cache(maxsize=64)  # noqa: B019 - trees are few and small; a server asks before every chunk
     def with_copies(self, depth: int) -> "Tree":
         """The heads' nodes, and a chain of `depth` copied tokens."""
         guesses = [c for c in self.choices if c[0] != COPIED]
