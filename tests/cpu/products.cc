@@ -11,7 +11,8 @@ int main(int, char** arguments) {
   const auto number = [&](int i) { return std::atoll(arguments[i]); };
   const int64_t rows = number(3);
   Part part{number(1), number(5), number(4)};
-  std::vector<uint32_t> words(part.Panels() * part.Size());
+  part.Divide(false);
+  std::vector<uint32_t> words(part.Panels() * part.size);
   std::vector<float> x(rows * part.inputs), y(std::max(rows, part.inputs) * part.outputs);
   if (std::fread(words.data(), 4, words.size(), stdin) != words.size()) return 1;
   if (std::fread(x.data(), 4, x.size(), stdin) != x.size()) return 1;
@@ -32,7 +33,7 @@ int main(int, char** arguments) {
   }
   if (part.form == kInt8) return 0;
   for (int64_t o = 0; o < part.outputs; ++o) {
-    const uint32_t* panel = part.words + o / kWide * part.Size();
+    const uint32_t* panel = part.words + o / kWide * part.size;
     WithBlocks(part.form, [&](auto blocks) {
       OneOutput<decltype(blocks)>(panel, int(o % kWide), part.inputs, y.data() + o * part.inputs);
       return true;

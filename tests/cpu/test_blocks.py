@@ -169,17 +169,11 @@ def test_every_sum_with_int8_is_that_of_integers(inputs, outputs, bits):
         np.testing.assert_array_equal(kernel.product(x[:n]), sums[:n] * scales)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("machine", ARM)
-def test_every_sum_on_arm(machine, tmp_path):
-    """Without products of bytes, with them, and with matrices of them."""
-    compiler = ARM[machine].split()
-    for program in (EMULATOR, compiler[0], "aarch64-linux-gnu-g++"):
-        if not shutil.which(program):
-            pytest.skip(f"no {program}")
+def check_program(path, compiler, options, runs):
+    """`products.cc`, compiled for a machine: every block type, row and number of bits."""
     source = Path(__file__).with_name("products.cc")
-    command = [*compiler, *FLAGS, f"-march={machine}", "-static", f"-I{SOURCES}", source]
-    subprocess.run([*command, "-o", tmp_path / "products"], check=True)
+    command = [*compiler, *FLAGS, *options, f"-I{SOURCES}", source]
+    subprocess.run([*command, "-o", path], check=True)
     rng = np.random.default_rng(0)
     for kind, bits in itertools.product(["int8", *KINDS], (16, 8)):
         group, outputs, floats = 16 if kind == "Q6_K" else 32, 70, b""
@@ -193,13 +187,29 @@ def test_every_sum_on_arm(machine, tmp_path):
             parts, floats = integers(rows, kind), unpacked(rows, kind).tobytes()
         x = activations(7, parts[0].shape[1], rng)
         numbers = map(str, (FORMS[kind], bits, *x.shape, outputs))
-        command = [EMULATOR, "-cpu", "max", tmp_path / "products", *numbers]
         given = words.tobytes() + x.tobytes()
         got = subprocess.run(
-            command, input=given, stdout=subprocess.PIPE, check=True
+            [*runs, path, *numbers], input=given, stdout=subprocess.PIPE, check=True
         ).stdout
         y = wanted(x, bits, *parts, group)
         assert got == b"".join(y[:n].tobytes() for n in range(1, 8)) + floats, (kind, bits)
+
+
+def test_every_sum_without_xla(tmp_path):
+    quickly_compiled = ["-march=native", "-O0"]
+    check_program(tmp_path / "products", ["c++"], quickly_compiled, [])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("machine", ARM)
+def test_every_sum_on_arm(machine, tmp_path):
+    """Without products of bytes, with them, and with matrices of them."""
+    compiler = ARM[machine].split()
+    for program in (EMULATOR, compiler[0], "aarch64-linux-gnu-g++"):
+        if not shutil.which(program):
+            pytest.skip(f"no {program}")
+    options = [f"-march={machine}", "-static"]
+    check_program(tmp_path / "products", compiler, options, [EMULATOR, "-cpu", "max"])
 
 
 @pytest.mark.parametrize("bits", [16, 8])
