@@ -43,7 +43,7 @@ void AddPart(Kernel& kernel, Array<const uint32_t> words, Array<const float> sca
           "the panels, scales or bias of a linear map do not fit");
   part.multiply = MultiplyOf(form, bits);
   kernel.parts[kernel.n_parts++] = part;
-  kernel.outputs += outputs;
+  kernel.stride = kernel.outputs += outputs;
   if (!floats) kernel.bits = bits;
 }
 
@@ -51,7 +51,7 @@ void AddPart(Kernel& kernel, Array<const uint32_t> words, Array<const float> sca
 void Product(const Call& call) {
   const auto x = call.Arg<float>(0), y = call.Ret<float>(0);
   Require(x.rank == 2 && y.rank == 2 && y.dims[0] == x.dims[0], "x is [R, I] and y [R, O]");
-  Kernel kernel{{}, 0, x.dims[1], 0, 0};
+  Kernel kernel{{}, 0, x.dims[1]};
   AddPart(kernel, call.Arg<const uint32_t>(1), call.Arg<const float>(2), {}, call.Number<int64_t>("form", 0), y.dims[1],
           call.Number<int64_t>("activations", 0), x.dims[0]);
   Rows in{x.data, nullptr, x.dims[0], x.dims[1], kernel.bits};
@@ -120,7 +120,8 @@ void Rotate(const Call& call) {
 // A layer (`Layer`) over rows x [B, T, D] with cosines and sines [B, T, H]. Their keys and values go to the slots from
 // `start` on of the caches [B, G, S, H], in place: new_keys and new_values are the same memory. The rows are the last T
 // of M nodes; mask [T, M] is true for the nodes that a row sees: its ancestors, in order, and itself. Without nodes the
-// rows are a text. Without attn_norm attention reads `read` [B, T, I]. The linear maps come last, each as panels, scales and bias: queries, keys, values;
+// rows are a text; count [B] of its tokens are read, and others are zeros, where there is one text. Without attn_norm attention
+// reads `read` [B, T, I]. The linear maps come last, each as panels, scales and bias: queries, keys, values;
 // attention's output; gate (unless it has none), up; down. After them come
 // the norms of the outputs of attention and MLP, if there are any. Attributes with the usual value may be absent.
 void RunLayerOf(const Call& call) {
@@ -130,8 +131,9 @@ void RunLayerOf(const Call& call) {
   const auto keys = call.Arg<float>(5), values = call.Arg<float>(6), read = call.Arg<float>(7);
   const auto attn_norm = call.Arg<float>(8), mlp_norm = call.Arg<float>(9);
   const auto q_norm = call.Arg<float>(10), k_norm = call.Arg<float>(11);
+  const auto count = call.Arg<int32_t>(12);
   const auto y = call.Ret<float>(0), new_keys = call.Ret<float>(1), new_values = call.Ret<float>(2);
-  constexpr int64_t kLinears = 12;  // where the linear maps begin
+  constexpr int64_t kLinears = 13;  // where the linear maps begin
   const auto integer = [&](const char* name) { return call.Number<int64_t>(name, 0); };
   const auto number = [&](const char* name) { return float(call.Number(name, 1.0)); };
   const int64_t activations = integer("activations");
@@ -143,18 +145,24 @@ void RunLayerOf(const Call& call) {
   l.eps = number("eps");
   l.residual_multiplier = number("residual_multiplier"), l.query_multiplier = number("query_multiplier");
   l.activation = Activation(integer("activation"));
-  const int64_t R = l.B * l.T, heads = (l.N + 2 * l.G) * l.H, queries = l.N * l.H;
+  int64_t R = l.B * l.T;
+  const int64_t heads = (l.N + 2 * l.G) * l.H, queries = l.N * l.H;
   const auto has = [](Floats b, int64_t n) { return b.size == n; };
   const bool norms = has(attn_norm, l.D);
   l.I = norms ? l.D : read.size / R;
   Require(l.N > 0 && l.H % kLanes == 0 && keys.dims[0] == l.B && l.T <= l.M && l.M <= l.S && l.N % l.G == 0 &&
               mask.dims[0] == l.T && start.size == l.B && has(cos, R * l.H) && has(sin, R * l.H) &&
-              has(values, l.B * l.G * l.S * l.H) && (norms || has(attn_norm, 0)) && (norms || has(read, R * l.I)) &&
+              (!count.size || (count.size == l.B && !mask.dims[1])) && has(values, l.B * l.G * l.S * l.H) && (norms || has(attn_norm, 0)) && (norms || has(read, R * l.I)) &&
               (has(mlp_norm, l.D) || has(mlp_norm, 0)) &&
               ((has(q_norm, 0) && has(k_norm, 0)) || (has(q_norm, l.H) && has(k_norm, l.H)) ||
                (has(q_norm, queries) && has(k_norm, l.G * l.H))),
           "these heads, norms, angles or this mask do not fit");
   Require(keys.data == new_keys.data && values.data == new_values.data, "the cache is written in place");
+  if (l.B == 1 && count.size) {
+    const int64_t all = std::exchange(R, std::clamp<int64_t>(count.data[0], 1, l.T));
+    l.T = l.M = R;
+    std::fill(y.data + R * l.D, y.data + all * l.D, 0.0f);
+  }
   l.qkv.inputs = l.I, l.out.inputs = queries, l.gate_up.inputs = l.D, l.down.inputs = l.F;
   struct Map {
     Kernel* kernel;
@@ -168,6 +176,7 @@ void RunLayerOf(const Call& call) {
   for (int64_t i = 0, at = kLinears; i < n_maps; ++i, at += 3)
     AddPart(*maps[i].kernel, call.Arg<const uint32_t>(at), call.Arg<const float>(at + 1), call.Arg<const float>(at + 2),
             forms.data[i], maps[i].outputs, activations, R);
+  l.gate_up.stride += 16;  // often a multiple of 4 KB otherwise, and all rows would compete for a few lines of the cache
   const bool out_norms = call.Args() > after;
   if (out_norms) {
     const auto first = call.Arg<float>(after), second = call.Arg<float>(after + 1);
@@ -190,7 +199,7 @@ void RunLayerOf(const Call& call) {
   const auto words_of = [](const Rows& x) { return x.bits ? (x.Bytes() + 63) / 64 * 16 : 0; };
   Rows* const rows[] = {&l.entered, &l.attended, &l.normed, &l.inner};
   const bool apart = out_norms || l.residual_multiplier != 1.0f;
-  size_t needed = R * (heads + queries + 2 * l.F + (apart ? l.D : 0));
+  size_t needed = R * (heads + queries + l.gate_up.stride + (apart ? l.D : 0));
   for (const Rows* x : rows) needed += words_of(*x) + floats_of(*x);
   float* at = Scratch(needed);
   const auto take = [&](int64_t n) { return std::exchange(at, at + n); };
@@ -198,7 +207,7 @@ void RunLayerOf(const Call& call) {
     x->floats = take(floats_of(*x));
     if (x->bits) x->integers = reinterpret_cast<char*>(take(words_of(*x)));
   }
-  l.heads = take(R * heads), l.queries = take(R * queries), l.gates = take(R * 2 * l.F);
+  l.heads = take(R * heads), l.queries = take(R * queries), l.gates = take(R * l.gate_up.stride);
   if (apart) l.added = take(R * l.D);
   RunLayer(call.Pool(), l);
 }

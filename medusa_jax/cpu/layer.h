@@ -115,7 +115,7 @@ inline void RunLayer(const ThreadPool& pool, const Layer& layer) {
       case 8: {
         const int64_t r = i / gated, begin = i % gated * kGated, n = std::min(kGated, l.F - begin);
         const bool has_gate = l.gate_up.outputs > l.F;
-        const float* gate = l.gates + r * l.gate_up.outputs + begin;
+        const float* gate = l.gates + r * l.gate_up.stride + begin;
         GateRow(gate, has_gate ? gate + l.F : nullptr, n, l.activation, l.inner.floats + r * l.F + begin);
         return l.inner.Make(r, begin, n);
       }

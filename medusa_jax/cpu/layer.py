@@ -64,6 +64,7 @@ def layer(
         x_BTD.astype(jnp.float32), *rope, start_B.astype(jnp.int32),
         mask.mask_TR.astype(bool), *cache, floats(input_BTI),
         *(floats(norm and norm["scale"]) for norm in norms),
+        jnp.zeros((0,), jnp.int32) if mask.count_B is None else mask.count_B.astype(jnp.int32),
         *(
             operand
             for linear, k in zip(linears, kernels)

@@ -63,7 +63,7 @@ struct Part {
 struct Kernel {
   std::array<Part, 3> parts;  // those of a layer are at most queries, keys and values
   size_t n_parts;
-  int64_t inputs, outputs, bits;
+  int64_t inputs, outputs, bits, stride;  // stride: from one row of outputs to the next
 
   int64_t Chunks() const {
     int64_t chunks = 0;
@@ -83,8 +83,8 @@ struct Kernel {
   }
 };
 
-// Rows whose sums fit the registers.
-constexpr int kTogether = kLanes / 2;
+// Rows whose sums fit the registers, with two vectors of outputs each (from memory) and with four (from tiles).
+constexpr int kTogether = kLanes / 2, kOfTile = kLanes == 8 ? 3 : kTogether;
 
 // 32 activations as integers. Processors whose products of bytes are signed (`kSignedBytes`) get 16 bits as two bytes:
 // q = 256 * codes[i] + codes[32 + i].
@@ -168,7 +168,10 @@ struct Rows {
   int64_t Size() const { return bits == 8 ? sizeof(Integers<8>) : sizeof(Integers<16>); }
   int64_t Blocks() const { return (inputs + 31) / 32; }
   int64_t Bytes() const { return count * Blocks() * Size(); }
-  int64_t Groups() const { return (count + kTogether - 1) / kTogether; }
+  int64_t Groups() const {
+    const int64_t most = Many() ? kOfTile : kTogether;
+    return (count + most - 1) / most;
+  }
   // In 32 bits, a third of the cycles of 64 on older processors.
   int64_t First(int64_t group) const { return uint32_t(count * group) / uint32_t(Groups()); }
   // Block b of the first row of a group of n.

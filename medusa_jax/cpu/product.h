@@ -22,7 +22,7 @@ inline void Finish(const float* sums, const float* scales, const float* bias, co
 }
 
 // The outputs of one chunk of x times the kernel, added to those of `onto` [rows, outputs] unless it is null, in
-// y [rows, outputs].
+// y [rows, outputs]; rows are `stride` apart.
 inline void MultiplyChunk(const Kernel& kernel, const Rows& x, int64_t chunk, const float* onto, float* y) {
   const Part& part = kernel.PartOf(chunk);
   int64_t before = 0;  // outputs of the parts before this one
@@ -47,7 +47,7 @@ inline void MultiplyChunk(const Kernel& kernel, const Rows& x, int64_t chunk, co
       for (int64_t r = first; r < last; ++r)
         for (int64_t i = 0; i < panels; ++i) {
           const int64_t begin = (p + i) * wide, width = std::min(wide, part.outputs - begin);
-          const int64_t at = r * kernel.outputs + before + begin;
+          const int64_t at = r * kernel.stride + before + begin;
           const float* bias = part.bias ? part.bias + begin : nullptr;
           const float* scales = part.scales ? part.scales + begin : nullptr;
           Finish(out + (i * rows + r - first) * wide, scales, bias, onto ? onto + at : nullptr, width, y + at);

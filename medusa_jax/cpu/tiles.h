@@ -45,7 +45,7 @@ void Unpack(const uint32_t* words, int64_t blocks, Tile* tile) {
 // Adds R rows of blocks of x times tiles to sums [R, kWide]: `IntegerRows`.
 template <int group, bool minima, int R>
 void TileRows(const Tile* tile, const Integers<16>* x, int64_t blocks, float* sums) {
-  constexpr int V = (kLanes < 16 && R > kTogether / 2 ? 16 : 32) / kLanes, C = R * V >= 4 ? 1 : 4 / (R * V);
+  constexpr int V = (kLanes < 8 && R > 1 ? 16 : 32) / kLanes, C = R * V >= 4 ? 1 : 4 / (R * V);
   for (; blocks > 0; --blocks, ++tile, x += R)
 #pragma GCC unroll 2
     for (int at = 0; at < kWide; at += V * kLanes) {
@@ -57,7 +57,10 @@ void TileRows(const Tile* tile, const Integers<16>* x, int64_t blocks, float* su
         for (int i = g * group / 2; i < (g + 1) * group / 2; ++i) {
           Words w[V];
 #pragma GCC unroll 8
-          for (int v = 0; v < V; ++v) w[v] = LoadWords(tile->codes[i] + at + v * kLanes), InRegister(w[v]);
+          for (int v = 0; v < V; ++v) {
+            w[v] = LoadWords(tile->codes[i] + at + v * kLanes);
+            if (kLanes > 8) InRegister(w[v]);  // 16 registers are all taken: products read it from the cache
+          }
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
             const Words by = x[r].Spread(2 * i);
@@ -106,7 +109,7 @@ void MultiplyMany(const Part& part, const uint32_t* panel, int64_t panels, const
       Unpack<B>(panel + p * size + b / (B::kUnit / 32) * B::kWords, count, tiles);
       for (int64_t g = from; g < end; ++g) {
         const int64_t first = x.First(g), n = x.First(g + 1) - first;
-        const auto add = ForTileRows<B::kGroup, B::kMinima>(n, std::make_index_sequence<kTogether>());
+        const auto add = ForTileRows<B::kGroup, B::kMinima>(n, std::make_index_sequence<kOfTile>());
         const auto* its = reinterpret_cast<const Integers<16>*>(x.Group(first, n, b));
         add(tiles, its, count, sums + (p * rows + first - x.First(from)) * kWide);
       }

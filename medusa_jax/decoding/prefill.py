@@ -115,7 +115,10 @@ def read_piece(
     last_B1 = (length_B - 1)[:, None]
     is_last_BT = position_BT == last_B1
     ends_B = jnp.any(is_last_BT, axis=1)
-    hidden_BTE, cache = backbone.decode(tokens_BT, position_BT, before.cache, begin_B)
+    count_B = jnp.clip(length_B - begin_B, 0, T)
+    hidden_BTE, cache = backbone.decode(
+        tokens_BT, position_BT, before.cache, begin_B, count_B=count_B
+    )
 
     def first_token() -> tuple[jax.Array, Logprobs | None]:
         """The first token of every row, as if its prompt ended here, and its log-probabilities."""
@@ -142,7 +145,6 @@ def read_piece(
         )
     first_B, _ = checked(first[0], engine.llama.config.vocab_size)
     next_BT = jnp.where(is_last_BT, first_B[:, None], next_BT)
-    count_B = jnp.clip(length_B - begin_B, 0, T)
     new = Committed(hidden_BTE, tokens_BT, next_BT, position_BT, count_B)
     drafter = engine.drafter.commit(variables["heads"], backbone, before.drafter, new)
     return PrefillState(cache, drafter, *first)

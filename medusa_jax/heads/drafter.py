@@ -191,9 +191,11 @@ class Backbone:
         cache: KVCache,
         start_B: jax.Array,
         self_mask_TR: jax.Array | None = None,
+        count_B: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states of tokens after a cached prefix; see `Llama.decode`."""
-        return self._apply("decode", tokens_BT, positions_BT, cache, start_B, self_mask_TR)
+        of = positions_BT, cache, start_B, self_mask_TR, count_B
+        return self._apply("decode", tokens_BT, *of)
 
     def _apply(self, method: str, *args: PyTree) -> PyTree:
         variables = {"params": self.params}

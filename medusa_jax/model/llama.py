@@ -120,6 +120,7 @@ class Llama(nn.Module):
         cache: KVCache,
         start_B: jax.Array,
         self_mask_TR: jax.Array | None = None,
+        count_B: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """T tokens per row after a cached prefix.
 
@@ -130,10 +131,11 @@ class Llama(nn.Module):
           self_mask_TR: [t, r] is True where new token t sees row r after the text (itself included).
             The last T rows are the new tokens; earlier rows, if R > T, are nodes of the same tree from
             previous calls. None: the tokens are a text and see causally.
+          count_B: tokens of such a text; the rest is padding, whose results mean nothing. None: all.
 
         Returns: hidden states after the final norm [B, T, E], and the cache with the new rows.
         """
-        masks = self._masks(positions_BT, cache.slots, start_B, self_mask_TR)
+        masks = self._masks(positions_BT, cache.slots, start_B, self_mask_TR, count_B)
         if self_mask_TR is not None:
             start_B = start_B + (self_mask_TR.shape[1] - tokens_BT.shape[1])
         hidden_BTE, layers = self._run(tokens_BT, positions_BT, masks, cache, start_B)
@@ -145,13 +147,14 @@ class Llama(nn.Module):
         slots: int,
         start_B: jax.Array,
         self_mask_TR: jax.Array | None,
+        count_B: jax.Array | None,
     ) -> tuple[Mask, Mask]:
         """The masks of new tokens in layers without and with the sliding window."""
         window = self.config.sliding_window
         T = positions_BT.shape[1]
         fused = self.kernels.fuses(self.config.head_dim)
         if fused and self_mask_TR is None:
-            text = PathMask(jnp.ones((T, 0), bool))
+            text = PathMask(jnp.ones((T, 0), bool), count_B)
             return text, text.replace(window=window)
         mask = mask_after(T, slots, start_B, self_mask_TR, fused)
         if isinstance(mask, CausalMask | PathMask):

@@ -45,10 +45,12 @@ class PathMask(struct.PyTreeNode):
     Attributes:
       mask_TR: [t, r] is True where row r after the text is on the path to new token t, itself included. The
         new tokens are the last T of the rows. Without rows (R = 0), the new tokens are a text.
+      count_B: tokens of such a text; the rest is padding, whose results mean nothing. None: all.
       window: of these positions, only the last `window`; 0: all.
     """
 
     mask_TR: jax.Array
+    count_B: jax.Array | None = None
     window: int = struct.field(pytree_node=False, default=0)
 
 

@@ -22,7 +22,7 @@ int main(int, char** arguments) {
     return number(2) == 8 ? MultiplyAny<B, 8> : MultiplyAny<B, 16>;
   };
   part.multiply = WithBlocks(part.form, find, static_cast<Multiply*>(nullptr));
-  const Kernel kernel{{part}, 1, part.inputs, part.outputs, number(2)};
+  const Kernel kernel{{part}, 1, part.inputs, part.outputs, number(2), part.outputs};
   for (int64_t n = 1; n <= rows; ++n) {
     Rows in{x.data(), nullptr, n, part.inputs, kernel.bits};
     std::vector<char> integers(in.Bytes());

@@ -90,6 +90,26 @@ def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, fo
 
 
 # Every option of a layer in one case at least; MLPs that fill panels and not.
+@pytest.mark.parametrize("n", [1, 33])
+def test_the_padding_of_a_prompt_is_not_computed(n, model):
+    """The first n of 48 tokens have the same bits as alone; the others' states are zeros, and are not cached."""
+    llama, params = model
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 70, (1, 48)))
+    before = KVCache.zeros(2, 1, 64, 2, 32, jnp.float32)
+
+    @jax.jit
+    def run(tokens_1T, count_1=None):
+        position_1T = jnp.arange(tokens_1T.shape[1])[None]
+        args = (tokens_1T, position_1T, before, jnp.zeros(1, int), None, count_1)
+        return llama.apply({"params": params}, *args, method="decode")
+
+    hidden, cache = run(tokens, jnp.array([n]))
+    alone, cache_alone = run(tokens[:, :n])
+    np.testing.assert_array_equal(hidden[:, :n], alone)
+    np.testing.assert_array_equal(hidden[:, n:], 0)
+    jax.tree.map(np.testing.assert_array_equal, cache, cache_alone)
+
+
 @pytest.mark.parametrize(
     ("weights", "options"),
     [
