@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from medusa_jax.api import default_drafter
+from medusa_jax.api import Model, default_drafter
 from medusa_jax.commands.bench import RaceFlags, out_directory, prompts_of
 from medusa_jax.commands.entrants import load_entrants
 from medusa_jax.commands.flags import CommandLine, at_least, flag
@@ -43,6 +43,7 @@ COLUMNS: dict[str, Cell] = {
     "decode tokens/s": "{tokens_per_second:.1f}",
     "prompt tokens/s": "{prompt_tokens_per_second:.0f}",
     "against plain decoding": "{speedup:.2f}x",
+    "least, median": "{least_speedup:.2f}x, {median_speedup:.2f}x",
     "of the read bandwidth": lambda r: f"{r['read']:.0%}" if "read" in r else "",
     "tokens a step": lambda r: f"{r['mean_accepted_length'] or 1:.2f}",
     "tokens before the first difference": "{agreement:.1%}",
@@ -98,14 +99,14 @@ def run(flags: Flags) -> int:
         )
     drafting = [e for e in entrants if e.model.has_drafter]
     trees = [(e.model, tree) for e in drafting for tree in e.trees.values()]
+    plain: list[tuple[Model, Tree | None]] = [(model, Tree.none())]
     contenders: list[Contender] = []
-    for its_model, tree in [(model, Tree.none()), *trees]:
-        drafts = (
-            f"{its_model.drafts_by(tree)}, {tree.n_nodes} nodes" if tree.depth else "plain"
-        )
-        mine = ourselves(its_model, tree, options, label=f"medusa_jax, {drafts}")
+    for its_model, tree in plain + trees:
+        mine = ourselves(its_model, tree, options)
         facts = mine.facts | {"bytes": bytes_per_token(its_model, context // 2)}
-        contenders.append(replace(mine, facts=facts))
+        nodes = f", {facts['tree_nodes']} nodes" if facts["tree_nodes"] > 1 else ""
+        label = f"medusa_jax, {facts['drafter']}{nodes}"
+        contenders.append(replace(mine, label=label, facts=facts))
     setting = Setting(
         flags.model, flags.max_new_tokens, context, threads, model.no_repeat_ngram_size,
         options.repetition_penalty or 1.0,

@@ -48,6 +48,7 @@ COLUMNS: dict[str, Cell] = {
     "mean accepted length": "{mean_accepted_length:.2f}",
     "step latency": "{step_latency_ratio:.2f}x",
     "speed-up": "{speedup:.2f}x",
+    "least, median": "{least_speedup:.2f}x, {median_speedup:.2f}x",
     "with prefill": "{end_to_end_speedup:.2f}x",
     "tokens/s": "{tokens_per_second:.0f}",
     "diverged": "{divergences} of {texts}",

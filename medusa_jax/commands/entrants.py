@@ -23,17 +23,18 @@ class Entrant:
     Attributes:
       name: as given.
       model: the backbone with this drafter; all entrants share one backbone.
-      trees: --tree value -> tree.
+      trees: --tree value -> tree; None for auto: what `decode` does, the model's choice in every step.
       mark: what tells its heads from others of the family, for its label.
     """
 
     name: str
     model: "Model"
-    trees: dict[str, Tree]
+    trees: dict[str, Tree | None]
     mark: str = ""
 
-    def label(self, spec: str, tree: Tree) -> str:
+    def label(self, spec: str) -> str:
         """The drafter's name and, unless it is automatic or a number of nodes, the --tree value."""
+        tree = self.trees[spec] or self.model.tree
         name = self.model.drafts_by(tree) + self.mark if tree.depth else self.name
         return name if spec == "auto" or spec.isdecimal() else f"{name}, {spec}"
 
@@ -63,7 +64,7 @@ def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterato
         base = base or model
         model.variables = model.variables | {"backbone": base.variables["backbone"]}
         by_spec = {s: model.tree if s == spec else model.parse_tree(s) for s in specs}
-        yield Entrant(name, model, by_spec)
+        yield Entrant(name, model, by_spec | ({"auto": None} if "auto" in specs else {}))
 
 
 def marked(entrants: Sequence[Entrant]) -> list[Entrant]:
@@ -90,36 +91,26 @@ def contenders_of(
     contenders = [ourselves(entrants[0].model, Tree.none(), options)]
     for e in entrants:
         for spec, tree in e.trees.items():
-            label = e.label(spec, tree)
-            contenders.append(ourselves(e.model, tree, options, label=label))
+            contenders.append(ourselves(e.model, tree, options, label=e.label(spec)))
     return contenders
 
 
 def batch_contenders(
     entrants: Sequence[Entrant], options: "Options", batches: Sequence[int]
 ) -> "list[Contender[Sequence[list[int]]]]":
-    """Like `contenders_of` for each batch size; each against plain decoding in that batch size.
-
-    An automatic tree is the one for the batch size.
-    """
-    from medusa_jax.evaluate.race import Contender, in_batches
+    """Like `contenders_of` for each batch size; each against plain decoding in that batch size."""
+    from medusa_jax.evaluate.race import Contender, facts_of, in_batches
 
     contenders: list[Contender[Sequence[list[int]]]] = []
     for batch in batches:
         baseline = len(contenders)
+        rows: list[tuple[str, Model, Tree | None]]
         rows = [("plain", entrants[0].model, Tree.none())]
         for e in entrants:
-            for spec, tree in e.trees.items():
-                tree = e.model.tree_at(batch) if spec == "auto" else tree
-                rows.append((e.label(spec, tree), e.model, tree))
+            rows += [(e.label(spec), e.model, tree) for spec, tree in e.trees.items()]
         for label, model, tree in rows:
             decode = partial(in_batches, model, tree, options, batch)
-            facts = {
-                "batch": batch,
-                "drafter": model.drafts_by(tree) if tree.depth else "plain",
-                "tree_nodes": tree.n_nodes,
-                "temperature": options.temperature,
-            }
+            facts = {"batch": batch} | facts_of(model, tree, options, batch)
             weights = model.storage.weights or str(model.dtype)
             contenders.append(Contender(label, decode, weights, facts, against=baseline))
     return contenders

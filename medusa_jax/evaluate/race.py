@@ -168,10 +168,12 @@ def figures(ours: Sequence[Run], baseline: Sequence[Run]) -> Json:
     Tokens are counted in the texts; accepted lengths and steps by the device. `difference` is the
     relative error of Medusa's relation (B.1), speed-up = tokens per step / step latency ratio, so it
     reveals miscounted tokens. Times without prefill, except in `end_to_end_speedup`. Ratios without
-    timed tokens are 0; figures per step are None for an engine that does not count steps.
+    timed tokens are 0, least and median are of single runs; figures per step are None for an engine that does not count steps.
     """
     spent, tokens, steps = _total(ours)
     base_spent, base_tokens, base_steps = _total(baseline)
+    pairs = [(a, b) for a, b in zip(ours, baseline) if a.tokens and b.tokens]
+    each = [b.decode_seconds / b.tokens * a.tokens / a.decode_seconds for a, b in pairs]
     timed = tokens and base_tokens
     speedup = (base_spent / base_tokens) / (spent / tokens) if timed else 0.0
     total, base_whole = (sum(r.prefill_seconds + r.decode_seconds for r in runs) for runs in (ours, baseline))  # fmt: skip
@@ -189,6 +191,8 @@ def figures(ours: Sequence[Run], baseline: Sequence[Run]) -> Json:
     return dict(zip(names, per_step)) | {
         "tokens": tokens,
         "speedup": speedup,
+        "least_speedup": min(each, default=0.0),
+        "median_speedup": statistics.median(each or [0.0]),
         "end_to_end_speedup": end_to_end,
         "tokens_per_second": tokens / spent,
         "autoregressive_tokens_per_second": base_tokens / base_spent,
@@ -215,7 +219,11 @@ def agreed(tokens: Sequence[int], reference: Sequence[int]) -> int:
 
 
 def in_batches(
-    model: Model, tree: Tree, options: Options, batch: int, prompts: Sequence[list[int]]
+    model: Model,
+    tree: Tree | None,
+    options: Options,
+    batch: int,
+    prompts: Sequence[list[int]],
 ) -> Run:
     """Decode all prompts, `batch` at a time, as one run; the last batch is filled up from the start.
 
@@ -232,21 +240,28 @@ def in_batches(
     return dataclasses.replace(run, prefill_seconds=prefill, decode_seconds=decode)
 
 
+def facts_of(model: Model, tree: Tree | None, options: Options, batch: int = 1) -> Json:
+    """What a row says of this engine."""
+    tree = model.tree_at(batch) if tree is None else tree
+    drafter = model.drafts_by(tree) if tree.depth else "plain"
+    temperature = options.temperature
+    return {"drafter": drafter, "tree_nodes": tree.n_nodes, "temperature": temperature}
+
+
 def ourselves(
-    model: Model, tree: Tree, options: Options, **row: Any
+    model: Model, tree: Tree | None, options: Options, **row: Any
 ) -> Contender[Sequence[int]]:
     """This engine: plain decoding for the empty tree, else with drafts.
 
     Args:
+      tree: None: what `decode` does, the model's choice in every step.
       row: `facts`, `against`, and `label` if it is not the drafter's name.
     """
 
     def decode(prompt: Sequence[int]) -> Run:
         return Run.of(model.generate([prompt], options, tree=tree))
 
-    facts: Json = {"drafter": model.drafts_by(tree) if tree.depth else "plain"}
-    facts |= {"tree_nodes": tree.n_nodes, "temperature": options.temperature}
-    facts |= row.pop("facts", {})
+    facts = facts_of(model, tree, options) | row.pop("facts", {})
     weights = model.storage.weights or str(model.dtype)
     label = row.pop("label", facts["drafter"])
     return Contender(label, decode, weights, facts, **row)

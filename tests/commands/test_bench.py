@@ -10,8 +10,9 @@ from cases import wide
 from files import read_lines, write_lines
 from tiny import write_model
 
+from medusa_jax import Model, Options, Tree
 from medusa_jax.commands import bench
-from medusa_jax.commands.entrants import Entrant, marked
+from medusa_jax.commands.entrants import Entrant, contenders_of, load_entrants, marked
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 
 
@@ -35,6 +36,19 @@ def test_bench_races_drafters_and_trees(files, tmp_path, capsys):
         assert row["tokens"] == plain["tokens"] == 2 * 19 and row["divergences"] == 0
         assert row["speedup"] > 0 and row["end_to_end_speedup"] > 0
         assert row["step_latency_ratio"] > 0 and abs(row["difference"]) < 1e-9
+
+
+def test_an_automatic_tree_is_raced_as_decode_runs_it(files, monkeypatch):
+    """The model chooses in every step; a tree by name is fixed."""
+    flags = bench.Flags(model=str(files[0]))
+    names = [f"{files[0]}/heads@auto,chain:1"]
+    [entrant] = load_entrants(flags, names, "chain:2")
+    asked = []
+    monkeypatch.setattr(Model, "generate", lambda self, *args, tree: asked.append(tree))
+    for contender in contenders_of([entrant], Options()):
+        with pytest.raises(TypeError):  # it returned nothing
+            contender.decode([3])
+    assert asked == [Tree.none(), None, entrant.model.parse_tree("chain:1")]
 
 
 def test_heads_of_one_family_have_labels_and_files_of_their_own(files, tmp_path):
