@@ -449,7 +449,7 @@ HOT = Options(temperature=1.0)
         (SAID, None, {}, TALK),
         (["a" * CONTEXT], None, {}, f"{CONTEXT + 1} tokens.*context is {CONTEXT}"),
         ([[0, 40]], None, {}, OUTSIDE),
-        ([], None, {}, "0 prompts"),
+        ([], None, {}, "list of prompts is empty"),
         (["a", "b"], [Options()], {}, "2 prompts but 1 options"),
         (["a"], None, {"tree": "chain:4"}, "only 3 heads"),
         (["a"], None, {"tree": Tree.from_choices([[99]])}, "rank 99 exceeds"),

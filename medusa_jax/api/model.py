@@ -277,9 +277,11 @@ class Model(LoadedModel):
             raise UserError("prompts is a list: give [prompt] for a single one")
         # A message is one prompt, which `encode` refuses.
         prompts = [prompts] if is_message(prompts) else list(prompts)
+        if not prompts:
+            raise UserError("the list of prompts is empty")
         rows = [options] * len(prompts) if isinstance(options, Options) else [*options]
         for values, name in ((rows, "options"), (rows if ids is None else ids, "ids")):
-            if not rows or len(values) != len(prompts):
+            if len(values) != len(prompts):
                 raise UserError(f"{len(prompts)} prompts but {len(values)} {name}")
         request = self.request(prompts, rows, ids)
         engine = self._engine_for(rows, tree, acceptance)
