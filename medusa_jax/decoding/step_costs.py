@@ -124,7 +124,8 @@ class StepCosts:
 class ChunkClock:
     """Times the chunks of a stream.
 
-    The chunk under way began when the one before it ended, so a time is known only if the host waited for both ends.
+    The chunk under way began when the one before it ended, or, if that was earlier, when it was sent, which is just before
+    `see`. Its own end is known only if the host waited for it.
 
     Args:
       sizes: of the gated engine.
@@ -138,7 +139,7 @@ class ChunkClock:
         self.costs, self._rows = costs, rows
         self._nodes_N = [tree.n_nodes for tree in sizes]
         self.steps: int | None = None
-        self._ended: float = np.nan
+        self._began: float = np.nan
         self._steps_N = np.zeros(len(sizes), np.int32)
         # Whether each chunk that was sent and not seen was timed; the choice after the last one that was not.
         self._timed = deque([False])
@@ -170,13 +171,13 @@ class ChunkClock:
         began = time.perf_counter()
         steps_N, now = np.asarray(progress.gate.steps_N), time.perf_counter()
         ended = now if now - began > WAITED else np.nan
-        taken_N, seconds = steps_N - self._steps_N, ended - self._ended
+        taken_N, seconds = steps_N - self._steps_N, ended - self._began
         if np.count_nonzero(taken_N) == 1 and not np.isnan(seconds):
             nodes = self._nodes_N[int(taken_N.argmax())]
             self.costs.add(self._rows, nodes, seconds, int(taken_N.sum()))
         else:
             self.costs.elapsed += float(np.nan_to_num(seconds))
-        self._ended, self._steps_N = ended, steps_N
+        self._began, self._steps_N = now, steps_N
         if not self._timed.popleft():
             names = "index_1", "rest_1", "lost_1"
             self._choice = {n: np.asarray(getattr(progress.gate, n)) for n in names}

@@ -1,5 +1,7 @@
 """Times of steps by rows and nodes, from the times of chunks."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -85,6 +87,36 @@ class Device:
         self.clock.see(type("Progress", (), {"gate": self.sent[-2]}))
         self.now += np.dot(steps_N, seconds)
         return steps_N
+
+
+def test_only_chunks_whose_end_was_awaited_are_timed(monkeypatch):
+    """Also the first one, though its prompt has long been read; and the one after a chunk that ended unseen."""
+    costs, now = StepCosts(), [5.0]
+    clock = ChunkClock(costs, 1, SIZES)
+    monkeypatch.setattr(step_costs.time, "perf_counter", lambda: now[0])
+    gate = Gate.before_text(SIZES, [1.0] * 3)
+
+    class Taken:
+        def __init__(self, steps_N, end):
+            self.steps_N, self.end = steps_N, end
+
+        def __array__(self, *_, **__):
+            now[0] = max(now[0], self.end)
+            return np.array(self.steps_N)
+
+    def see(steps_N, end):
+        clock.gate_of_next(gate)
+        taken = gate.replace(steps_N=Taken(steps_N, end))
+        clock.see(SimpleNamespace(gate=taken))
+
+    see([0, 0, 0], 1.0)
+    see([8, 0, 0], 5.8)
+    assert costs.measured(1, 1) == pytest.approx(0.1)
+    now[0] = 9.0
+    see([8, 8, 0], 8.5)
+    assert costs.measured(1, 2) is None
+    see([8, 8, 8], 11.4)
+    assert costs.measured(1, 4) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("free", [[0, 32, 0], [16, 8, 8]], ids=["one size", "mixed"])
