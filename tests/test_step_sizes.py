@@ -135,6 +135,7 @@ def test_few_nodes_where_weights_are_narrow_and_plain_decoding_alone_where_the_f
     assert tree_choice.small_tree(tree, file) == Tree.from_choices(GROWTH[:2])
     assert sizes_of(Tree.none(), file) == (Tree.none(),)
     assert sizes_of(Tree.chain(1), None) == (Tree.none(), Tree.chain(1))
+    assert sizes_of(Tree.chain(2), None) == (Tree.none(), Tree.chain(1), Tree.chain(2))
 
 
 @pytest.mark.wide

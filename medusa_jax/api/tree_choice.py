@@ -28,8 +28,9 @@ from medusa_jax.whole_files import Json
 
 # "bundled": with --tree auto, too, all steps use the tree file's choice or the default tree.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Nodes of the small tree. Narrow weights (stored, int8) use no other until `calibrate` has run on this machine.
-SMALL = 3
+# Nodes of the small tree, the largest one for narrow weights (stored, int8) until `calibrate` has run on this machine; and
+# of the smaller one that its steps choose from, since on some processors three rows take much longer than two.
+SMALL, SMALLER = 3, 2
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,9 @@ def is_narrow(storage: Storage) -> bool:
     return storage.weights in (STORED, "int8")
 
 
-def small_tree(tree: Tree, calibrated: Json | None) -> Tree:
-    """The first `SMALL` nodes of a tree."""
-    return order_with(tree, calibrated).tree(min(SMALL, tree.n_nodes))
+def small_tree(tree: Tree, calibrated: Json | None, nodes: int = SMALL) -> Tree:
+    """The first nodes of a tree."""
+    return order_with(tree, calibrated).tree(min(nodes, tree.n_nodes))
 
 
 def order_with(tree: Tree, calibrated: Json | None) -> Order:
@@ -140,9 +141,10 @@ def order_with(tree: Tree, calibrated: Json | None) -> Order:
 def sizes_of(tree: Tree, calibrated: Json | None) -> tuple[Tree, ...]:
     """The sizes of a tree to choose from, plain decoding first and the tree last.
 
-    Each is a loop to compile, so there are at most three: the tree, and its first `SMALL` nodes.
+    Each is a loop to compile, so there are at most three: the tree, and its first `SMALL` or, of a small tree, `SMALLER` nodes.
     """
-    sizes = Tree.none(), small_tree(tree, calibrated), tree
+    nodes = SMALL if tree.n_nodes > SMALL else SMALLER
+    sizes = Tree.none(), small_tree(tree, calibrated, nodes), tree
     return tuple(dict.fromkeys(sizes))
 
 
