@@ -34,6 +34,8 @@ def contenders(setting: Setting) -> list[Contender]:
             "comparing with OpenVINO needs openvino-genai: pip install openvino-genai"
         ) from error
     version = openvino_genai.get_version().split("-")[0]
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False  # every round would read the prompt from the cache
     engines = []
     heads = (", EAGLE-3", {"num_assistant_tokens": DRAFTED})
     kinds: list[tuple[str, Json]] = [
@@ -42,6 +44,7 @@ def contenders(setting: Setting) -> list[Contender]:
     ]
     for drafts, lookup in kinds:
         options: Json = {"INFERENCE_NUM_THREADS": setting.threads}
+        options["scheduler_config"] = scheduler
         if drafts and folder:
             draft = os.path.join(folder, "draft")
             options["draft_model"] = openvino_genai.draft_model(draft, "CPU")
