@@ -159,8 +159,8 @@ def test_no_circle_inside_a_room():
 
 # Budgets with 3% of slack, set when a large change ends. Lines of all files that decoding reaches by imports, with plain
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
-GENERATE_LINES = 6_815
-LINES, CHARACTERS = 51_480, 2_115_600
+GENERATE_LINES = 6_825
+LINES, CHARACTERS = 51_495, 2_117_200
 TEST_LINES, SITE_WORDS = 32_680, 18_860
 # Files that import by name, and what the name is.
 BY_NAME = {
