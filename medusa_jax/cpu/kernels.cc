@@ -120,7 +120,7 @@ void Rotate(const Call& call) {
 // A layer (`Layer`) over rows x [B, T, D] with cosines and sines [B, T, H]. Their keys and values go to the slots from
 // `start` on of the caches [B, G, S, H], in place: new_keys and new_values are the same memory. The rows are the last T
 // of M nodes; mask [T, M] is true for the nodes that a row sees: its ancestors, in order, and itself. Without nodes the
-// rows are a text; count [B] of its tokens are read, and others are zeros, where there is one text. Without attn_norm attention
+// rows are texts. Of a single text only the first count [1] tokens are computed, and the rows of others are zeros. Without attn_norm attention
 // reads `read` [B, T, I]. The linear maps come last, each as panels, scales and bias: queries, keys, values;
 // attention's output; gate (unless it has none), up; down. After them come
 // the norms of the outputs of attention and MLP, if there are any. Attributes with the usual value may be absent.
@@ -158,7 +158,7 @@ void RunLayerOf(const Call& call) {
                (has(q_norm, queries) && has(k_norm, l.G * l.H))),
           "these heads, norms, angles or this mask do not fit");
   Require(keys.data == new_keys.data && values.data == new_values.data, "the cache is written in place");
-  if (l.B == 1 && count.size) {
+  if (l.B == 1 && count.size) {  // the rest is padding
     const int64_t all = std::exchange(R, std::clamp<int64_t>(count.data[0], 1, l.T));
     l.T = l.M = R;
     std::fill(y.data + R * l.D, y.data + all * l.D, 0.0f);
