@@ -35,7 +35,9 @@ def contenders(setting: Setting) -> list[Contender]:
         ) from error
     version = openvino_genai.get_version().split("-")[0]
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False  # every round would read the prompt from the cache
+    scheduler.enable_prefix_caching = (
+        False  # every round would read the prompt from the cache
+    )
     engines = []
     heads = (", EAGLE-3", {"num_assistant_tokens": DRAFTED})
     kinds: list[tuple[str, Json]] = [
