@@ -28,8 +28,8 @@ from medusa_jax.whole_files import Json
 
 # "bundled": with --tree auto, too, all steps use the tree file's choice or the default tree.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Nodes of the small tree, the largest one for narrow weights (stored, int8) until `calibrate` has run on this machine; and
-# of the smaller one that its steps choose from, since on some processors three rows take much longer than two.
+# Nodes of the small tree: narrow weights (stored, int8) use no larger one until `calibrate` has run on this machine. Its
+# steps also choose the smaller one, since on some processors three rows take much longer than two.
 SMALL, SMALLER = 3, 2
 
 

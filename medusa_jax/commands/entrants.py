@@ -23,7 +23,7 @@ class Entrant:
     Attributes:
       name: as given.
       model: the backbone with this drafter; all entrants share one backbone.
-      trees: --tree value -> tree; None for auto: what `decode` does, the model's choice in every step.
+      trees: --tree value -> tree; for auto None: the model chooses in every step, as in `decode`.
       mark: what tells its heads from others of the family, for its label.
     """
 
@@ -63,8 +63,8 @@ def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterato
         model = load_model(flags, name, tree=spec)
         base = base or model
         model.variables = model.variables | {"backbone": base.variables["backbone"]}
-        by_spec = {s: model.tree if s == spec else model.parse_tree(s) for s in specs}
-        yield Entrant(name, model, by_spec | ({"auto": None} if "auto" in specs else {}))
+        by_spec = {s: None if s == "auto" else model.parse_tree(s) for s in specs}
+        yield Entrant(name, model, by_spec)
 
 
 def marked(entrants: Sequence[Entrant]) -> list[Entrant]:

@@ -56,7 +56,7 @@ class Flags:
     out: str = flag("directory for everything; the same command goes on in it")
     minutes: float | None = flag("fit the work to this time", None, type=at_least(1, float))
     drafter: str | None = flag(
-        "kind of heads to train (default: that of --start, else medusa)", None
+        "family of heads to train (default: the family of --start, or medusa)", None
     )
     start: str | None = flag(
         "train these heads further, such as the heads of the model before its fine-tuning",

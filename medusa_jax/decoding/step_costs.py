@@ -124,8 +124,8 @@ class StepCosts:
 class ChunkClock:
     """Times the chunks of a stream.
 
-    The chunk under way began when the one before it ended, or, if that was earlier, when it was sent, which is just before
-    `see`. Its own end is known only if the host waited for it.
+    A chunk begins when it is sent or when the one before it ends, whichever is later; `see`, which follows at once, is there
+    at that time. A chunk's end is known only if the host waited for it.
 
     Args:
       sizes: of the gated engine.

@@ -168,7 +168,7 @@ def figures(ours: Sequence[Run], baseline: Sequence[Run]) -> Json:
     Tokens are counted in the texts; accepted lengths and steps by the device. `difference` is the
     relative error of Medusa's relation (B.1), speed-up = tokens per step / step latency ratio, so it
     reveals miscounted tokens. Times without prefill, except in `end_to_end_speedup`. Ratios without
-    timed tokens are 0, least and median are of single runs; figures per step are None for an engine that does not count steps.
+    timed tokens are 0. The least and the median speed-up are of single runs; figures per step are None for an engine that does not count steps.
     """
     spent, tokens, steps = _total(ours)
     base_spent, base_tokens, base_steps = _total(baseline)
@@ -241,7 +241,7 @@ def in_batches(
 
 
 def facts_of(model: Model, tree: Tree | None, options: Options, batch: int = 1) -> Json:
-    """What a row says of this engine."""
+    """The drafter, number of nodes and temperature, for the row of a contender."""
     tree = model.tree_at(batch) if tree is None else tree
     drafter = model.drafts_by(tree) if tree.depth else "plain"
     temperature = options.temperature
@@ -254,7 +254,7 @@ def ourselves(
     """This engine: plain decoding for the empty tree, else with drafts.
 
     Args:
-      tree: None: what `decode` does, the model's choice in every step.
+      tree: None: the model chooses in every step, as in `decode`.
       row: `facts`, `against`, and `label` if it is not the drafter's name.
     """
 

@@ -194,8 +194,8 @@ class Backbone:
         count_B: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states of tokens after a cached prefix; see `Llama.decode`."""
-        of = positions_BT, cache, start_B, self_mask_TR, count_B
-        return self._apply("decode", tokens_BT, *of)
+        args = tokens_BT, positions_BT, cache, start_B, self_mask_TR, count_B
+        return self._apply("decode", *args)
 
     def _apply(self, method: str, *args: PyTree) -> PyTree:
         variables = {"params": self.params}

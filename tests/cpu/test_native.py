@@ -89,7 +89,6 @@ def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, fo
         jax.block_until_ready(kernel.product(jnp.ones((2, 5))))
 
 
-# Every option of a layer in one case at least; MLPs that fill panels and not.
 @pytest.mark.parametrize("n", [1, 33])
 def test_the_padding_of_a_prompt_is_not_computed(n, model):
     """The first n of 48 tokens have the same bits as alone; the others' states are zeros, and are not cached."""
@@ -110,6 +109,7 @@ def test_the_padding_of_a_prompt_is_not_computed(n, model):
     jax.tree.map(np.testing.assert_array_equal, cache, cache_alone)
 
 
+# Every option of a layer in one case at least; MLPs that fill panels and not.
 @pytest.mark.parametrize(
     ("weights", "options"),
     [
