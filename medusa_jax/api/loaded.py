@@ -11,7 +11,7 @@ from medusa_jax.api.loaded_drafter import LoadedDrafter
 from medusa_jax.api.prompts import Prompt, ends_of, prompt_ids, read_arguments, request_of
 from medusa_jax.api.results import Options
 from medusa_jax.api.step_sizes import StepSizes
-from medusa_jax.api.tree_choice import TreeChoice
+from medusa_jax.api.tree_choice import TreeChoice, drafted_by
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding.acceptance import RULES, rule_named
 from medusa_jax.decoding.request import DecodeRequest
@@ -105,10 +105,8 @@ class LoadedModel:
         return bool(self.variables["heads"]) or not self.drafter.trained
 
     def drafts_by(self, tree: Tree | None = None) -> str:
-        """The drafter of a tree (default: the model's): "hydra", "hydra+copy", "copy" or "none"."""
-        tree = self.tree if tree is None else tree
-        who = [self.drafter.heads.drafter] if tree.drafted.depth else []
-        return "+".join([*who, "copy"] if tree.copied_C.size else who) or "none"
+        """`drafted_by` this drafter (default: the model's tree)."""
+        return drafted_by(self.drafter, self.tree if tree is None else tree)
 
     @property
     def products(self) -> str:

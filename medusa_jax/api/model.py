@@ -13,6 +13,7 @@ from medusa_jax.api.prompts import Prompt, conversation, is_message, middle, rea
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
 from medusa_jax.api.step_sizes import text_is_free
 from medusa_jax.api.text_stream import Chunk, OnEnd, OnTokens, TextStream, stream_rows
+from medusa_jax.api.tree_choice import drafted_by
 from medusa_jax.decoding import generation
 from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.request import (
@@ -290,8 +291,6 @@ class Model(LoadedModel):
             sampled = self._engine_for(rows, tree, "sampled")
             shapes = [self._shape(one, request) in self._warm for one in (engine, sampled)]
             engine = sampled if shapes == [False, True] else engine
-        if self.has_drafter and tree in (None, "auto"):
-            request.sizes = [one.n_nodes for one in engine.gated or (engine.tree,)]
         if request.guides is not None:
             from medusa_jax.decoding.constrained import with_runs
 
@@ -300,6 +299,8 @@ class Model(LoadedModel):
         if engine.gated:
             request.gate = self.step_sizes.gate(engine, len(rows))
             request.costs = self.step_sizes.costs(engine)
+        trees = engine.gated or (engine.tree,)
+        request.drafts = [(t.n_nodes, drafted_by(engine.drafter, t)) for t in trees]
         return rows, engine, request
 
     def _engine_for(

@@ -148,6 +148,12 @@ def sizes_of(tree: Tree, calibrated: Json | None) -> tuple[Tree, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
+def drafted_by(drafter: Drafter, tree: Tree) -> str:
+    """Who fills a tree: "hydra", "hydra+copy", "copy" or "none"."""
+    who = [drafter.heads.drafter] if tree.drafted.depth else []
+    return "+".join([*who, "copy"] if tree.copied_C.size else who) or "none"
+
+
 def tokens_of(sizes: tuple[Tree, ...], calibrated: Json | None) -> list[float] | None:
     """Tokens per step with each size, by the tree file's evidence; None if it lacks one."""
     rows = ((calibrated or {}).get("evidence") or {}).get("ladder") or []

@@ -62,8 +62,8 @@ def describe(
     facts["mean_accepted_length"] = round(result.mean_accepted_length, 4)
     facts |= {
         "form": form,
-        "drafter": "plain" if result.tree_nodes == 1 else model.drafts_by(),
-        "tree_nodes": result.tree_nodes or model.tree.n_nodes,
+        "drafter": "plain" if result.tree_nodes == 1 else result.drafter,
+        "tree_nodes": result.tree_nodes,
         "acceptance": acceptance,
         "lossless": model.guarantee(acceptance),
         "guarantee": rule_named(acceptance).guarantee,

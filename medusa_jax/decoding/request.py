@@ -42,7 +42,7 @@ class DecodeRequest:
       host: answers the steps with guides, `guided.guided_step`.
       gate: of a gated engine, before the first step.
       costs: of its sizes; streams measure them.
-      sizes: nodes of the trees that steps may take, if the caller gave no tree.
+      drafts: nodes of each tree that steps may take, and who fills it.
       predicted: tokens that are expected in each text, for served rows to copy drafts from.
     """
 
@@ -62,7 +62,7 @@ class DecodeRequest:
     host: HostFunction | None = None
     gate: Gate | None = None
     costs: StepCosts | None = None
-    sizes: Sequence[int] = ()
+    drafts: Sequence[tuple[int, str]] = ((1, "none"),)
     predicted: Sequence[Sequence[int]] | None = None
 
 

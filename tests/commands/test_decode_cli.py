@@ -14,6 +14,7 @@ from tiny import write_coder
 from medusa_jax import Options, load
 from medusa_jax.commands.decode import main
 from medusa_jax.commands.requests import read_requests, shared_options
+from medusa_jax.decoding.constrained import MANY
 
 NEW = "20"
 FIELDS = dict.fromkeys(["text", "drafter", "acceptance", "guarantee"], str)
@@ -62,6 +63,14 @@ def test_text_and_json_with_the_documented_fields(decode):
     assert facts["speedup"] > 0 and facts["step_latency_ratio"] > 0
     assert facts["identical"] == (plain["token_ids"] == facts["token_ids"])
     assert (facts["first_divergence"] is None) == facts["identical"]
+
+
+def test_constrained_text_names_the_tree_that_its_steps_took(decode):
+    """The model's, with a chain for what is forced."""
+    flags = "--prompt", "the cat", "--constraint", "regex:[a-z ]{12}", "--json"
+    facts = json.loads(decode(*flags)[1])
+    assert (facts["drafter"], facts["tree_nodes"]) == ("medusa+copy", 4 + MANY)
+    assert len(facts["acceptance_histogram"]) == 1 + MANY
 
 
 def test_show_drafts_colours_accepted_drafts_only(decode):
