@@ -264,7 +264,7 @@ class Batch:
         steps: int,
         few_steps: int,
         guides: Mapping[int, Guide] | None = None,
-    ) -> tuple[Progress, int]:
+    ) -> tuple[Progress, Tree]:
         """Dispatch a chunk of steps, which ends as soon as a row ends.
 
         Args:
@@ -274,7 +274,7 @@ class Batch:
           few_steps: maximum if one of the rows has already ended, since its row may soon be needed.
           guides: by row. A group with constraints takes `few_steps` steps, or one if other rows wait.
 
-        Returns: the progress after the chunk, and the node count of `tree_of(group)`.
+        Returns: the progress after the chunk, and the tree of its steps.
         """
         engine = self._engine_of_steps(group)
         status_B, chunk_steps = rows.run_only(
@@ -294,7 +294,7 @@ class Batch:
             state, progress = decode_loop(engine, variables, state, chunk_steps, True)
         self._state, extras = rows.split_extras(state)
         self._extras.store(extras)
-        return progress, engine.tree.n_nodes
+        return progress, engine.tree
 
     def _guided(
         self, engine: Engine, variables: Any, state: DecodeState, guides: Any, steps: int

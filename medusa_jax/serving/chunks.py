@@ -18,6 +18,7 @@ from medusa_jax.serving.ladder import Ladder
 from medusa_jax.serving.programs import NotCompiled, Programs
 from medusa_jax.serving.request import NoScores, Stopped, TooCostly
 from medusa_jax.serving.room import Room
+from medusa_jax.tree.tree import Tree
 
 # Seconds of a chunk and between the pieces of a stream: shorter ones only cost dispatches.
 PACE = 0.04
@@ -32,7 +33,7 @@ class Pending:
     Attributes:
       jobs: the requests that took part, by row of `progress`.
       slots: the cache's slots at that time.
-      tree_nodes: nodes of its steps' tree; 0 if it took no steps.
+      tree: of its steps; None if it took no steps.
       group, rows: its steps' group, and rows of the batch.
       dispatched: when it was.
     """
@@ -40,7 +41,7 @@ class Pending:
     progress: Progress
     jobs: dict[int, Job]
     slots: int
-    tree_nodes: int
+    tree: Tree | None = None
     group: Group | None = None
     rows: int = 0
     dispatched: float = 0.0
@@ -80,7 +81,7 @@ class Chunks:
     @property
     def unseen_tokens(self) -> int:
         """Most tokens by which a text has grown since the last result, on the device."""
-        chunks = sum(pending.tree_nodes > 0 for pending in self.pending)
+        chunks = sum(pending.tree is not None for pending in self.pending)
         return chunks * self._most_steps * self._batch.longest
 
     def insert(self, job: Job, reading: Reading, at: int) -> None:
@@ -88,7 +89,7 @@ class Chunks:
         progress = self._batch.insert(reading, at)
         self._jobs.rows[at].job, job.row = job, at
         job.length = max(job.length, len(job.prompt))
-        self.pending.append(Pending(progress, {0: job}, self._batch.slots, 0))
+        self.pending.append(Pending(progress, {0: job}, self._batch.slots))
 
     def run(self) -> bool:
         """Dispatch a chunk for the next group of rows; returns whether one can step."""
@@ -113,8 +114,8 @@ class Chunks:
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
         short_steps = min(FEW_STEPS, steps)
-        progress, nodes = self._batch.run(status_B, group, steps, short_steps, guides)
-        size = self._batch.slots, nodes, self._group, rows
+        progress, tree = self._batch.run(status_B, group, steps, short_steps, guides)
+        size = self._batch.slots, tree, self._group, rows
         self.pending.append(Pending(progress, jobs, *size, start))
         return True
 
@@ -156,13 +157,14 @@ class Chunks:
         pending = self.pending.popleft()
         pending.progress = jax.tree.map(np.asarray, pending.progress)
         self._note_time(pending)
-        self.finished += pending.tree_nodes > 0
+        self.finished += pending.tree is not None
         for at, job in pending.jobs.items():
             if job.row is None:
                 continue  # it ended before
-            steps_L = job.see(pending.progress, at, pending.tree_nodes)
-            if pending.tree_nodes and job.counts_3L is not None:
-                self._ladder.count(job.counts_3L, steps_L, pending.tree_nodes, job.has_gap)
+            steps_L = job.see(pending.progress, at, pending.tree)
+            if pending.tree and job.counts_3L is not None:
+                nodes = pending.tree.n_nodes
+                self._ladder.count(job.counts_3L, steps_L, nodes, job.has_gap)
             is_last = pending.progress.status_B[at] not in (RUNNING, PAUSED)
             if is_last or time.perf_counter() - job.delivered_at > PACE / 2:
                 self._deliver(job, pending, at)
@@ -172,10 +174,10 @@ class Chunks:
         now = time.perf_counter()
         steps_B, running = pending.progress.steps_B, pending.jobs.items()
         steps = max(int(steps_B[at]) - job.steps_seen for at, job in running)
-        if pending.group and steps > 0:
+        if pending.group and pending.tree and steps > 0:
             seconds = now - max(pending.dispatched, self._ended_at)
             costs = self._ladder.costs[pending.group]
-            costs.add(pending.rows, pending.tree_nodes, seconds, steps)
+            costs.add(pending.rows, pending.tree.n_nodes, seconds, steps)
         self._ended_at = now
 
     def _deliver(self, job: Job, pending: Pending, at: int) -> None:

@@ -21,6 +21,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.serving.lines import LineText
 from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
 from medusa_jax.text.tokenizer import Tokenizer
+from medusa_jax.tree.tree import Tree
 
 # Maximum number of stop sequences per row, and of tokens per sequence, in a compiled program.
 STOPS = (8, 4)
@@ -88,6 +89,7 @@ class Job:
       delivered_at: when its last part was delivered.
       row: number of its row in the batch; None until its prompt has been read.
       reused, tree_nodes: as in `Ending`.
+      depth: of the deepest tree of its steps.
       drafted: tokens of the prompt that the drafter has read; with a gap, of the text up to it.
       has_gap: steps without drafts have left a gap in the drafter's state.
       drafts: as in `Ending`.
@@ -113,6 +115,7 @@ class Job:
     histogram_L: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
     counts_3L: np.ndarray | None = None
     tree_nodes: int = 1
+    depth: int = 0
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
     first_at: float = 0.0
@@ -168,11 +171,12 @@ class Job:
         if is_plain and self.request.drafts and not self.has_gap:
             self.drafted, self.has_gap = self.length, True
 
-    def see(self, progress: Progress, row: int, nodes: int) -> np.ndarray:
-        """Record steps with a tree of these nodes (0: none); returns how many appended 1, 2, ... tokens."""
+    def see(self, progress: Progress, row: int, tree: Tree | None) -> np.ndarray:
+        """Record steps with a tree (None: no steps); returns how many appended 1, 2, ... tokens."""
         before, self.steps_seen = self.steps_seen, int(progress.steps_B[row])
-        self.drafts += (self.steps_seen - before) * [nodes - 1]
-        self.tree_nodes = nodes or self.tree_nodes
+        if tree is not None:
+            self.drafts += (self.steps_seen - before) * [tree.n_nodes - 1]
+            self.tree_nodes, self.depth = tree.n_nodes, max(self.depth, tree.depth)
         self.length = int(progress.length_B[row])
         new_L = np.asarray(progress.histogram_BL[row]) - self.histogram_L
         self.histogram_L = self.histogram_L + new_L
@@ -209,6 +213,7 @@ class Job:
         seconds = self.first_at - self.started_at, time.perf_counter() - self.first_at, 0.0
         parts = self.tokenizer, [self.options], self.decode, progress, seconds
         [result] = results_of(*parts)
+        del result.acceptance_histogram[self.depth + 1 :]
         if self.text.stopped:
             result.cut(len(self.token_ids), self.text.text)
             result.finish_reason = self.text.stop_reason

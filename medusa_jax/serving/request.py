@@ -95,7 +95,7 @@ class Delta:
       text: new text that may be shown.
       parts: the same in pairs of text and draft depth (0: the backbone's own).
       token_ids: the new tokens; their text may still be held back.
-      logprobs, top_logprobs: of these tokens, as in `Result`, if requested; None for a text's first.
+      logprobs, top_logprobs: of these tokens, as in `Result`, if requested; None for the first token of an echo.
       ending: only in the last part.
     """
 

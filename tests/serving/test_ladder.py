@@ -67,10 +67,10 @@ def test_a_request_begins_with_what_others_accepted():
 
 def test_figures_of_drafts_are_of_the_steps_that_had_any():
     """Not of plain steps between them, nor of those after a stop string; none without a step."""
-    job, reply = Job(*[None] * 6), Reply.__new__(Reply)
-    for n, nodes in ((0, 0), (2, 4), (3, 1), (5, 4)):
+    job, reply, chain = Job(*[None] * 6), Reply.__new__(Reply), Tree.chain(3)
+    for n, tree in ((0, None), (2, chain), (3, Tree.none()), (5, chain)):
         progress = SimpleNamespace(steps_B=[n], length_B=[9], histogram_BL=[np.zeros(1)])
-        job.see(progress, 0, nodes)
+        job.see(progress, 0, tree)
     depths = [0, 1, 0, 0, 0, 1, 2, 0]
     for n_tokens, by_step, drafted in ((8, [1, 0, 2], 9), (3, [1], 3), (1, [], 0)):
         result = Result("", depths, depths, "length", 3, 4, [2, 1, 1, 0], 0.1, 0.1, 0.0)

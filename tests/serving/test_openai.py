@@ -91,7 +91,7 @@ def speculative(events):
     return figures
 
 
-def test_vllm_s_figures_of_the_drafts(http):
+def test_vllm_s_figures_of_the_drafts(port, http):
     asked = {
         "model": NAME,
         "prompt": "in the hat",
@@ -110,6 +110,10 @@ def test_vllm_s_figures_of_the_drafts(http):
         "num_accepted_draft_tokens": "accepted_drafts",
     }.items():
         assert figures[theirs] == sum(one[ours] for one in own)
+    depth = figures["num_spec_tokens"]
+    histograms = figures, *own
+    assert depth == port.model.tree.depth
+    assert {len(one["acceptance_histogram"]) for one in histograms} == {depth + 1}
     for options in ({}, {"stream_options": {"include_usage": True}}):
         streamed = http.post(PATH, json=asked | options | {"stream": True})
         assert speculative(events_of(streamed.text)) == figures
