@@ -12,6 +12,7 @@ heads do not score have the logit -inf. docs/formats.md has the format.
 import sys
 from pathlib import Path
 
+import ml_dtypes  # noqa: F401  (NumPy's bfloat16)
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -20,7 +21,7 @@ LIMIT = 1e-3  # of the largest recorded logit; 16-bit arithmetic needs some 3e-2
 
 def medusa(directory):
     """The logits of Medusa heads in the layout of their authors, computed in float32."""
-    files = load_file(next(Path(directory).glob("medusa_lm_head.safetensors")))
+    files = load_file(Path(directory) / "medusa_lm_head.safetensors")
     weights = {key: np.float32(x) for key, x in files.items()}
     n_heads = 1 + max(int(key.split(".")[0]) for key in weights)
     n_layers = sum(
@@ -58,9 +59,16 @@ def replay(directory, logits):
     return all(fits)
 
 
-def main(directory):
-    return 0 if replay(directory, medusa(directory)) else 1
+def main(*directories):
+    if len(directories) != 1:
+        print("usage: python examples/verify_heads.py DIRECTORY", file=sys.stderr)
+        return 2
+    try:
+        return 0 if replay(directories[0], medusa(directories[0])) else 1
+    except FileNotFoundError as error:  # `convert --to tgi` writes these files
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))
