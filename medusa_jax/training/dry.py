@@ -29,7 +29,7 @@ from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.training.data import sources
 from medusa_jax.training.data.hidden_store import encode
 from medusa_jax.training.data.rows import ROW
-from medusa_jax.training.data.tokenise import encoder_for, tokenizer_for
+from medusa_jax.training.data.tokenise import samples_of
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import batch_shapes, compile_step, placed_shapes
 from medusa_jax.training.plan import RunPlan
@@ -233,9 +233,7 @@ def preview(data: DataConfig, tokenizer: str) -> str:
     source = sources.names(data.source)[0]
     if os.path.isfile(os.path.join(source, "tokens.npy")):
         return ""
-    loaded = tokenizer_for(source, tokenizer)
-    samples = sources.read_records(source, data)
-    encode = encoder_for(samples, loaded, data)
+    samples, encode = samples_of(source, tokenizer, data)
     problems = {}
     for number, record in enumerate(samples):
         sample = encode(record)

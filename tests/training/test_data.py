@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from training_setup import VOCAB, write_tokens
 
 from medusa_jax.config import DataConfig
+from medusa_jax.distill.files import write_token_directory
 from medusa_jax.errors import UserError
 from medusa_jax.training.data.rows import TokenRows, batches, first_fit, held_out, mix
 from medusa_jax.training.data.texts import read_texts
@@ -73,7 +74,7 @@ def test_a_stream_shorter_than_a_row_is_padded(tmp_path):
 @pytest.mark.parametrize(
     ("name", "array", "words"),
     [
-        ("tokens.npy", np.array([1, 99], np.int32), ["99", str(VOCAB)]),
+        ("tokens.npy", np.full(4000, 99, np.int32), ["99", str(VOCAB)]),
         ("tokens.npy", np.zeros(0, np.int32), ["tokens.npy"]),
         ("counted.npy", np.ones(3, bool), ["counted.npy", "4000 values"]),
         ("counted.npy", np.full(4000, -1, np.int8), ["counted.npy", "1 or 0"]),
@@ -147,6 +148,24 @@ def test_only_tokens_within_rows_count_and_the_others_are_reported(tmp_path, cap
         kept += inside
     said = f"{400 - kept.sum()} of 400 counted tokens lie beyond data.seq_len"
     assert 0 < kept.sum() < 400 and capsys.readouterr().err.count(said) == 1
+
+
+def test_limits_hold_for_token_directories(tmp_path, capsys):
+    """As for text: of the first samples those whose counted tokens do not repeat themselves."""
+    answers, source = [[*range(10, 19)], [7] * 12, [20], [30]], str(tmp_path)
+    samples = [{"prompt_ids": [5] * 9, "token_ids": answer} for answer in answers]
+    write_token_directory(tmp_path, samples)
+    cfg = DataConfig(source, eval_source=source, seq_len=60)
+    cfg.max_samples, cfg.max_repeats, cfg.eval_samples = 3, 0.5, 1
+    texts = read_texts(cfg, "", f"{tmp_path}/w", VOCAB)
+    seen = [text.batch(0, text.rows) for text in [*texts.train, *texts.held_out]]
+    learned, other = (sorted(x["tokens"][x["counted"]].tolist()) for x in seen)
+    assert (learned, other) == ([*answers[0], 20], answers[0])
+    said = capsys.readouterr().err
+    assert "2 of 3 samples used (2 x tokens)" in said
+    assert "1 samples skipped (1 x repeats itself, first in sample 2)" in said
+    cfg = DataConfig(source, max_samples=4)  # it has no more
+    assert read_texts(cfg, "", "", VOCAB).train[0].directory == source
 
 
 # The input pipeline: what a step reads is a function of its number.

@@ -18,7 +18,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import TOKENIZER_FILES
 from medusa_jax.training.data import sources
-from medusa_jax.training.data.rows import TokenRows, write_tokens
+from medusa_jax.training.data.rows import ARRAYS, TokenRows, token_arrays, write_tokens
 from medusa_jax.training.data.tokenise import tokenise
 from medusa_jax.whole_files import replacing, write_json
 
@@ -64,17 +64,19 @@ def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) 
 
 
 def token_directory(source: str, tokenizer: str, pack: DataConfig, workdir: str) -> str:
-    """The token directory of a source, tokenised into the workdir if necessary.
+    """The token directory of a source, which is made in the workdir unless the source is one and read whole.
 
     Raises:
       UserError: the source is unreadable or has no usable sample.
     """
     if os.path.isfile(os.path.join(source, "tokens.npy")):
-        return source
-    if pack.format == "tokens":
+        cut = 0 < pack.max_samples < len(token_arrays(source)[2])
+        if not cut and pack.max_repeats >= 1:
+            return source
+    elif pack.format == "tokens":
         raise UserError(f"data.format is tokens, but {source} has no tokens.npy")
     key = [
-        source, stamps(source), tokenizer, stamps(tokenizer, *TOKENIZER_FILES, "*/*.jinja"),
+        source, stamps(source, *ARRAYS), tokenizer, stamps(tokenizer, *TOKENIZER_FILES, "*/*.jinja"),
         pack.split, pack.format, pack.chat_template, pack.max_samples, pack.seq_len, pack.packing,
         pack.max_repeats,
     ]  # fmt: skip

@@ -1,25 +1,28 @@
 """Texts to tokens."""
 
 import collections
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from medusa_jax.config import DataConfig
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
-from medusa_jax.text.tokenizer import Tokenizer, load_tokenizer
+from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training.data import sources
-from medusa_jax.training.data.plain_text import TextEncoder
+from medusa_jax.training.data.plain_text import Encoded, TextEncoder
+from medusa_jax.training.data.rows import token_arrays
 from medusa_jax.whole_files import Json
 
 
 def tokenise(
     source: str, tokenizer: str, pack: DataConfig
 ) -> tuple[list[np.ndarray], list[np.ndarray], Json]:
-    """Encode the samples of a source; bad ones are skipped, counted and reported.
+    """Encode the samples of a source, or take a token directory's; bad ones are skipped, counted and reported.
 
     Samples are encoded by Grain's reader threads, in order.
 
@@ -33,9 +36,7 @@ def tokenise(
     """
     import grain
 
-    loaded = tokenizer_for(source, tokenizer)
-    samples = sources.read_records(source, pack)
-    encode = encoder_for(samples, loaded, pack)
+    samples, encode = samples_of(source, tokenizer, pack)
     options = grain.ReadOptions(num_threads=min(os.cpu_count() or 1, 16))
     pipeline = grain.MapDataset.source(samples).map(encode).to_iter_dataset(options)
     problems: dict[int, str] = {}
@@ -69,26 +70,40 @@ def tokenise(
     return ids, counted, report
 
 
-def tokenizer_for(source: str, path: str) -> Tokenizer:
-    """The tokenizer at a path.
+class GivenTokens(TextEncoder):
+    """Takes samples of a token directory as they are: slices of its arrays."""
+
+    def __init__(self, directory: str, pack: DataConfig):
+        self.pack = pack
+        *self.arrays, starts, _ = token_arrays(directory)
+        edges = itertools.pairwise([*starts.tolist(), self.arrays[0].size])
+        self.samples = [slice(*edge) for edge in edges][: pack.max_samples or None]
+
+    def encode(self, record: Any) -> Encoded:
+        ids, counted = (array[record].tolist() for array in self.arrays)
+        return Encoded("", [(ids, counted)], "tokens")
+
+
+def samples_of(
+    source: str, tokenizer: str, pack: DataConfig
+) -> tuple[Sequence[object], TextEncoder]:
+    """The samples of a source and their encoder: of tokens, plain text, or text that may hold conversations.
 
     Raises:
-      UserError: the path is empty, so the source cannot be read.
+      UserError: the source is unreadable, or no tokenizer is given for text.
     """
-    if not path:
+    if os.path.isfile(os.path.join(source, "tokens.npy")):
+        given = GivenTokens(source, pack)
+        return given.samples, given
+    if not tokenizer:
         raise UserError(
             f"{source} needs a tokenizer: set model.tokenizer to a directory or hub id"
         )
-    return load_tokenizer(path)
-
-
-def encoder_for(
-    samples: Sequence[object], tokenizer: Tokenizer, pack: DataConfig
-) -> TextEncoder:
-    """Return the encoder of these samples: plain text, or text that may hold conversations."""
+    loaded = load_tokenizer(tokenizer)
+    samples = sources.read_records(source, pack)
     files = isinstance(next(iter(samples), None), Path)
     if pack.format == "text" or (files and pack.format == "auto"):
-        return TextEncoder(tokenizer, pack)
+        return samples, TextEncoder(loaded, pack)
     from medusa_jax.training.data.conversations import RecordEncoder
 
-    return RecordEncoder(tokenizer, pack)
+    return samples, RecordEncoder(loaded, pack)
