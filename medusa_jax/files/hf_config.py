@@ -162,15 +162,17 @@ def _window_layers(family: Family, fields: Fields, n: int) -> tuple[bool, ...]:
     Raises:
       UserError: a kind of layer that is not supported.
     """
+    kinds = fields.items("layer_types", str, [])
+    for kind in kinds:
+        supported = LAYER_KINDS if family.windows else LAYER_KINDS[:1]
+        one_of(f"{fields.file}: a supported kind in layer_types", kind, supported)
     late = family.windows == "late"
     window = family.windows and fields.count("sliding_window", 0, least=0)
     if not window or (late and not fields.switch("use_sliding_window")):
         return (False,) * n
     if family.windows == "all":
         return (True,) * n
-    if kinds := fields.items("layer_types", str, []):
-        for kind in kinds:
-            one_of(f"{fields.file}: a supported kind in layer_types", kind, LAYER_KINDS)
+    if kinds:
         if len(kinds) != n:
             fields.refuse("layer_types", f"a list of {n} kinds")
         return tuple(kind == LAYER_KINDS[1] for kind in kinds)

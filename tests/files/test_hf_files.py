@@ -158,6 +158,7 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "short_factor"),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
         ({"model_type": "smollm3", "no_rope_layers": [2]}, "no_rope_layers"),
+        *((MIXED | {"model_type": name}, "one of full_attention, not 'sliding") for name in ("smollm3", "llama")),
         (PHI3 | {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
         (PHI3 | {"partial_rotary_factor": 1e308}, "partial_rotary_factor 1e.308 is not"),
         (PHI3 | {"partial_rotary_factor": 1e-3}, "partial_rotary_factor 0.001 is not"),

@@ -68,7 +68,8 @@ class DFlashFiles(Layout):
         config_fields = dflash_config.read(file, config)
         values = config_fields.values
         # What slots see is of the heads (`dflash_config.sight`), not of the layers' family.
-        shape_alone = {k: x for k, x in values.items() if k != "is_causal"}
+        seen = ("is_causal", "layer_types")
+        shape_alone = {k: x for k, x in values.items() if k not in seen}
         layer = parse_config(file, shape_alone | {"use_sliding_window": False})
         like_llama(file, layer)
         if not layer.qk_norm:

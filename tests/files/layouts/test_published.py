@@ -288,7 +288,7 @@ TAPPED = "eagle_aux_hidden_state_layer_ids"
         ("eagle3", "draft_vocab_size 12, .* has 11 tokens", {"draft_vocab_size": 12}, {}),
         ("eagle3", "fc_norm should be bool, not 1", {"fc_norm": 1}, {}),
         ("eagle3", r"\[3, 9, 20\] are not the layers of", {TAPPED: [3, 9, 20]}, {}),
-        ("eagle3", "sliding attention", {"layer_types": ["sliding_attention"]}, {}),
+        ("eagle3", "'sliding_attention'", {"layer_types": ["sliding_attention"]}, {}),
         ("eagle3", "layers of qwen3 are not supported", {"model_type": "qwen3"}, {}),
         *((kind, "unlike Llama's", {"model_type": name}, {}) for kind in ("eagle", "eagle3") for name in ("granite", "olmo2")),
         ("eagle3", "'d2t' is missing", {}, {"d2t": None}),
