@@ -38,6 +38,10 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
             kl and set(trained) == {"heads"},
             "train.backbone_loss is kl, but medusa1 trains no backbone",
         ),
+        (
+            bool(model.add_layers) and set(trained) == {"heads"},
+            f"model.add_layers needs a stage that trains the backbone, which {t.stage} does not",
+        ),
         (kl and not has_teacher, "train.backbone_loss kl needs a backbone: set model.path"),
         (
             bool(data.cache_features)

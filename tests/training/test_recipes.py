@@ -140,6 +140,7 @@ ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
         ("medusa1", ADAPTERS, "no adapters"),
         ("medusa2", {"model.quantise": "nf4"}, "trains the backbone itself"),
         ("medusa1", {"train.backbone_loss": "kl"}, "trains no backbone"),
+        ("medusa1", {"model.add_layers": 1}, "model.add_layers needs a stage that trains"),
         ("native", {"train.backbone_loss": "kl"}, r"model\.path"),
         ("medusa2", CACHED, "a backbone and rows that do not change"),
     ],
