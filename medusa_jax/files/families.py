@@ -32,7 +32,8 @@ class Family:
       defaults: other fields that a file may leave out (from the family's transformers class).
       shape: what differs from Llama in all of them.
       reads: further fields -> those of `LlamaConfig` that they set: switches, and multipliers, which are 1 if absent.
-      names: other names of fields -> Llama's.
+      names: other names of fields -> Llama's, before which they go if a file has both.
+      renamed: of Llama's names those that it does not read.
       derived: fields of `LlamaConfig` that follow from others.
       windows: layers with the window if there are no layer_types: "" (the family has none), "all", "late" (from
         max_window_layers on), or "period" (all but every n-th, n = sliding_window_pattern).
@@ -51,6 +52,7 @@ class Family:
     shape: Json = field(default_factory=dict)
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    renamed: tuple[str, ...] = ()
     derived: Callable[[Fields], Json] = lambda fields: {}
     windows: str = ""
     window_theta: float = 0.0
@@ -138,7 +140,7 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e6,
             "sliding_window_pattern": 6, "query_pre_attn_scalar": 256},
         shape={"post_norm": True, "qk_norm": True}, reads=_BIAS, names={"hidden_activation": "hidden_act"},
-        windows="period", window_theta=1e4, derived=_gemma3,
+        renamed=("hidden_act",), windows="period", window_theta=1e4, derived=_gemma3,
         expected={"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
                   "use_bidirectional_attention": (False,)},
         norm_offset=1.0),

@@ -69,7 +69,8 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
         raise UserError(
             f"{file}: quantization_config ({method}) is not supported; use the unquantised model"
         )
-    raw = {family.names.get(name, name): value for name, value in raw.items()}
+    named = {ours: raw[theirs] for theirs, ours in family.names.items() if theirs in raw}
+    raw = {name: value for name, value in raw.items() if name not in family.renamed} | named
     Fields(file, raw).expect({**EXPECTED, **family.expected})
     # An explicit null means "derive it", and for windows "none".
     usual = {"max_position_embeddings": family.context, "rms_norm_eps": 1e-6}

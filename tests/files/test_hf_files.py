@@ -19,10 +19,10 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files import hf, hf_writer, tensors
-from medusa_jax.files.families import FAMILIES
+from medusa_jax.files.families import ACTIVATIONS, FAMILIES
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf import BaseFiles
-from medusa_jax.files.hf_config import read_config
+from medusa_jax.files.hf_config import parse_config, read_config
 from medusa_jax.files.hf_writer import config_to_hf, save_backbone
 from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.torch_writer import save_torch
@@ -174,6 +174,17 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
 def test_unsupported_configs(tmp_path, changes, message):
     with refused(message):
         read(tmp_path, **changes)
+
+
+def test_fields_with_two_names():
+    """transformers reads the same of them."""
+    transformers = pytest.importorskip("transformers")
+    fields = {"activation_function": "relu2", "num_layers": 1, "hidden_act": "silu"}
+    for kind, act in (("gemma3_text", "hidden_activation"), ("exaone", "hidden_act")):
+        theirs = transformers.AutoConfig.for_model(kind, **SIZES | fields)
+        ours = parse_config("config.json", fields | SIZES | {"model_type": kind})
+        assert ours.activation == ACTIVATIONS[getattr(theirs, act)]
+        assert ours.n_layers == theirs.num_hidden_layers
 
 
 def test_unreadable_directories(tmp_path, model_dir):
