@@ -126,7 +126,8 @@ FAMILIES: dict[str, Family] = {
         shape=_AFTER, windows="period", rotates="window"),
     "internlm3": Family(
         context=32768, defaults=_EPS | {"num_key_value_heads": 2, "head_dim": 128},
-        reads={"qkv_bias": ("qkv_bias",), "bias": ("out_bias", "mlp_bias")}),
+        reads={"attention_bias": ("qkv_bias",), "mlp_bias": ("out_bias", "mlp_bias")},
+        names={"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
     "ernie4_5": Family(
         context=131072, defaults=_TIED | _EPS | {"num_key_value_heads": 2, "rope_theta": 5e5, "head_dim": 128},
         reads={"use_bias": ("qkv_bias", "out_bias", "mlp_bias")}, neighbours=True),

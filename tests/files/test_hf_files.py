@@ -106,6 +106,8 @@ ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position
         ({"head_dim": None}, ("head_dim",), (128,)),
         # 44 * (30 / 44) is below 30.
         (PHI3 | {"head_dim": 44, "partial_rotary_factor": 30 / 44}, ("rope_dim",), (30,)),
+        ({"model_type": "internlm3", "attention_bias": True}, ("qkv_bias", "out_bias"), (True, False)),
+        ({"model_type": "internlm3", "qkv_bias": True}, ("qkv_bias", "out_bias"), (True, False)),
         ({"attention_bias": True, "mlp_bias": True}, ("qkv_bias", "out_bias", "mlp_bias"), (True,) * 3),
     ],
 )  # fmt: skip

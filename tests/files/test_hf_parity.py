@@ -34,6 +34,7 @@ SCALED = {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.2}
 SCALED |= {"beta_fast": 2, "beta_slow": 0.4}
 LATE = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 DEEP = {"num_hidden_layers": 4}
+BIASES = {"attention_bias": True, "mlp_bias": True}
 MULTIPLIED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4}
 MULTIPLIED |= {"attention_multiplier": 0.5, "logits_scaling": 0.7}
 LONG = {
@@ -66,7 +67,7 @@ CASES = {
     "llama_llama3_rope": ("Llama", {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5}),
     "llama_yarn": ("Llama", {"rope_scaling": YARN, "rope_theta": 20.0, "head_dim": 16}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama_biases": ("Llama", BIASES),
     "mistral_window": ("Mistral", {"sliding_window": 7}),
     "mistral_dynamic": ("Mistral", {"rope_scaling": DYNAMIC}),
     "qwen2_biases": ("Qwen2", {}),
@@ -91,7 +92,7 @@ CASES = {
         "Exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     ),
-    "internlm3": ("InternLM3", {"head_dim": 8, "rope_scaling": DYNAMIC}),
+    "internlm3": ("InternLM3", BIASES | {"head_dim": 8, "rope_scaling": DYNAMIC}),
     "ernie": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "seed_oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True}),
     "arcee": ("Arcee", {"rope_scaling": YARN, "mlp_bias": True}),
