@@ -75,7 +75,7 @@ class DataConfig:
     ] = "auto"
     # Text for evaluation, like `source`.
     eval_source: str = ""
-    # Samples of `eval_source` to read, and rows to evaluate on.
+    # Samples to read of each text of `eval_source`, and rows to evaluate on.
     eval_samples: Positive = 256
     # Without `eval_source`: share of the samples of `source` that is kept for evaluation (packing first_fit).
     held_out: Share = 0.0

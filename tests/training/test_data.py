@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_setup import VOCAB, write_tokens
 
+from medusa_jax.commands.train import prompts_in
 from medusa_jax.config import DataConfig
 from medusa_jax.distill.files import write_token_directory
 from medusa_jax.errors import UserError
+from medusa_jax.training.data import sources
 from medusa_jax.training.data.rows import TokenRows, batches, first_fit, held_out, mix
 from medusa_jax.training.data.texts import read_texts
 
@@ -166,6 +168,16 @@ def test_limits_hold_for_token_directories(tmp_path, capsys):
     assert "1 samples skipped (1 x repeats itself, first in sample 2)" in said
     cfg = DataConfig(source, max_samples=4)  # it has no more
     assert read_texts(cfg, "", "", VOCAB).train[0].directory == source
+
+
+def test_several_texts_for_evaluation(tmp_path):
+    paths = [write_tokens(tmp_path / name, n=40) for name in "ab"]
+    cfg = DataConfig(paths[1], eval_source=", ".join(paths), seq_len=16)
+    assert [text.directory for text in read_texts(cfg, "", "", VOCAB).held_out] == paths
+    assert prompts_in(cfg) == paths[0]
+    cfg.eval_source += f",{tmp_path}/none.jsonl"
+    with pytest.raises(UserError, match="no file or token directory /"):
+        sources.check_all_exist(cfg)
 
 
 # The input pipeline: what a step reads is a function of its number.

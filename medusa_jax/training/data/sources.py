@@ -64,7 +64,7 @@ def read_records(source: str, pack: DataConfig) -> Sequence[object]:
 
 def check_all_exist(data: DataConfig) -> None:
     """Refuse names of files that do not exist, before a model is read."""
-    for name in filter(None, [*names(data.source), data.eval_source]):
+    for name in [*names(data.source), *entries(data.eval_source)]:
         check_exists(name)
 
 

@@ -17,6 +17,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import TOKENIZER_FILES
+from medusa_jax.notation import entries
 from medusa_jax.training.data import sources
 from medusa_jax.training.data.rows import ARRAYS, TokenRows, token_arrays, write_tokens
 from medusa_jax.training.data.tokenise import tokenise
@@ -36,7 +37,7 @@ class Texts(NamedTuple):
 
 
 def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) -> Texts:
-    """Rows of the texts of `data.source`, and of `data.eval_source` or the share `data.held_out` of each text.
+    """Rows of the texts of `data.source`, and of those of `data.eval_source` or the share `data.held_out` of each text.
 
     Rows for evaluation keep their order; texts without held-out samples are left out of them.
 
@@ -51,13 +52,13 @@ def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) 
             inform(f"{source}: {text.beyond} counted tokens lie beyond data.seq_len")
         return text
 
-    names = sources.names(data.source)
-    divided = bool(data.held_out) and not data.eval_source
+    names, evaluated = sources.names(data.source), entries(data.eval_source)
+    divided = bool(data.held_out) and not evaluated
     train = [rows(name, data, "train" if divided else "") for name in names]
     held_out = []
-    if data.eval_source:
+    if evaluated:
         pack = dataclasses.replace(data, max_samples=data.eval_samples)
-        held_out = [rows(data.eval_source, pack, "", shuffle=False)]
+        held_out = [rows(name, pack, "", shuffle=False) for name in evaluated]
     elif divided:
         held_out = [rows(name, data, "held out", shuffle=False) for name in names]
     return Texts(train, [text for text in held_out if text.rows])
