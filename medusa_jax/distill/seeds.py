@@ -48,13 +48,12 @@ def read_seed(number: int, record: object, vocab_size: int = 2**31) -> Seed:
     Raises:
       UserError: the reason why none of its turns can be read, or ids that are not tokens.
     """
-    if not isinstance(record, dict):
-        return Seed(number)
-    if isinstance(record.get("turns"), list):
-        turns = tuple(t for t in record["turns"] if isinstance(t, str) and t.strip())
+    fields = conversations.fields_of(record)
+    if isinstance(fields.get("turns"), list):
+        turns = tuple(t for t in fields["turns"] if isinstance(t, str) and t.strip())
         return Seed(number, turns=turns)
-    name = conversations.field_of(record, (*conversations.TURNS, "prompt_ids", "prompt"))
-    prompt = record.get(name)
+    name = conversations.field_of(fields, (*conversations.TURNS, "prompt_ids", "prompt"))
+    prompt = fields.get(name)
     if name == "prompt_ids" and isinstance(prompt, list):
         if not all(type(i) is int and 0 <= i < vocab_size for i in prompt):
             raise UserError(f"prompt_ids that are not token ids below {vocab_size}")

@@ -139,7 +139,8 @@ def read_records(path: str) -> list[Json]:
             value = sources.parse(record)
         except UserError as error:
             raise UserError(f"{path}: record {number}: {error}") from error
-        value = {"text": value} if isinstance(value, str) else value
+        text = isinstance(value, str)
+        value = {"text": value} if text else conversations.fields_of(value) or value
         if not isinstance(value, dict):
             raise UserError(f"{path}: every record has to be a JSON object")
         records.append(value)

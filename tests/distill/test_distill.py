@@ -46,6 +46,7 @@ def tokenizer(model):
     ("record", "expected"),
     [
         ({"turns": ["hi", "and", " "]}, {"turns": ("hi", "and")}),
+        (SAID, {"system": "s", "turns": ("a", "c")}),
         ({"conversations": SAID}, {"system": "s", "turns": ("a", "c")}),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "x"}, 5]},
          {"turns": ("a",)}),

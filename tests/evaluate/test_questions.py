@@ -93,8 +93,9 @@ MESSAGES = [{"role": role, "content": text} for role, text in SAID]
 
 def test_training_data_asks_its_last_question_or_its_beginning(tmp_path):
     talk = [{"conversations": MESSAGES}, {"instruction": "the cat", "output": "an answer"}]
+    talk.append(MESSAGES[:3])
     found = talks(str(write_lines(tmp_path / "a.jsonl", talk)))
-    assert [record["messages"] for record in found] == [MESSAGES, MESSAGES[:2]]
+    assert [r["messages"] for r in found] == [MESSAGES, MESSAGES[:2], MESSAGES[:3]]
     (tmp_path / "a.txt").write_text("x" * 500)
     assert [len(record["prompt"]) for record in talks(str(tmp_path / "a.txt"))] == [200]
 

@@ -78,7 +78,8 @@ FORMS = [
 def test_forms_of_conversations(vicuna, record, form):
     """Ids and counted tokens of the same conversation as messages, and its form in words."""
     tokenizer = load_tokenizer(vicuna)
-    encode = RecordEncoder(tokenizer, DataConfig(chat_template="vicuna"))
+    kind = "messages" if form.startswith("messages") else "auto"
+    encode = RecordEncoder(tokenizer, DataConfig(chat_template="vicuna", format=kind))
     want = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
     if form == "instruction, input, output" and record["input"]:
         want[0]["content"] = "What is\n\na tree?"

@@ -54,7 +54,7 @@ class RecordEncoder(TextEncoder):
             chat.template_source(self.tokenizer, pack.chat_template)
 
     def encode(self, record: object) -> Encoded:
-        fields = record if isinstance(record, dict) else {}
+        fields = fields_of(record)
         if field := FIELDS.get(self.pack.format):
             if not isinstance(fields.get(field), list):
                 return Encoded(f"no list {field!r}")
@@ -85,6 +85,12 @@ class RecordEncoder(TextEncoder):
         return Encoded("", [(ids, counted)])
 
 
+def fields_of(record: object) -> Json:
+    """The fields of a record, {} without any; those of a list are its `messages`."""
+    record = {"messages": record} if isinstance(record, list) else record
+    return record if isinstance(record, dict) else {}
+
+
 def turns_of(record: object, answered: bool = True) -> Conversation:
     """The conversation of a record.
 
@@ -94,8 +100,7 @@ def turns_of(record: object, answered: bool = True) -> Conversation:
     Args:
       answered: whether a question needs an answer.
     """
-    record = {"messages": record} if isinstance(record, list) else record
-    fields: dict[str, object] = record if isinstance(record, dict) else {}
+    fields = fields_of(record)
     if name := field_of(fields, TURNS):
         value = fields[name]
         if isinstance(value, dict) and all(isinstance(x, list) for x in value.values()):
