@@ -40,6 +40,11 @@ MESSAGE_ROLES = {
     "system": "system",
     "developer": "system",
 }
+# Roles in training data, compared in lower case.
+DATA_ROLES = MESSAGE_ROLES | dict.fromkeys(("human", "prompter"), "user")
+DATA_ROLES |= dict.fromkeys(
+    ("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", "chatbot"), "assistant"
+)
 
 
 def read_turn(

@@ -13,6 +13,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.text.answers import encode_conversation
 from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training.data.conversations import RecordEncoder, parse_turns, turns_of
+from medusa_jax.training.data.sources import parse, read_records
 from medusa_jax.training.data.texts import token_directory
 
 
@@ -124,6 +125,19 @@ def test_what_is_taken_is_said_once(vicuna, tmp_path, capsys, name, kind):
     assert said.count(f"3 of 5 samples used ({taken})") == 1
     where = "line 2" if kind == "lines" else "sample 2"
     assert said.count(f"2 samples skipped (2 x unknown role 'tool', first in {where})") == 1
+
+
+def test_a_list_of_turns_is_one_record(tmp_path):
+    """Under either suffix, on one line or more; a list of other objects is a list of records."""
+    talk = turns("Human", "gpt", "from", "value")
+    files = [tmp_path / "a.jsonl", tmp_path / "a.json"]
+    for path, indent in ((path, indent) for path in files for indent in (None, 1)):
+        path.write_text(json.dumps(talk, indent=indent))
+        [record] = read_records(str(path), DataConfig())
+        assert parse(record) == talk
+    for records in ([{"author": "human", "text": ASKED}], [MESSAGES], [ASKED, ANSWERED]):
+        path.write_text(json.dumps(records))
+        assert read_records(str(path), DataConfig()) == records
 
 
 def test_bad_samples_are_skipped_and_named_by_their_line(vicuna, tmp_path, capsys):

@@ -19,11 +19,7 @@ QUESTIONS = ("instruction", "prompt", "question", "query")
 ABOUT = ("input", "context")
 ANSWERS = ("output", "completion", "response", "answer")
 SYSTEMS = ("system", "system_prompt")
-# Roles in training data, compared in lower case, and the fields of a turn.
-DATA_ROLES = chat.MESSAGE_ROLES | dict.fromkeys(("human", "prompter"), "user")
-DATA_ROLES |= dict.fromkeys(
-    ("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", "chatbot"), "assistant"
-)
+# Fields of a turn.
 ROLES_IN = ("role", "from", "speaker", "sender", "author")
 TEXTS_IN = ("content", "value", "text", "message", "utterance")
 THOUGHTS_IN = ("reasoning_content", "reasoning", "thinking")
@@ -204,7 +200,7 @@ def parse_turn(turn: object) -> tuple[chat.Message, str]:
             return {}, f"a turn with {keys}, but none of {', '.join(names)}"
     if isinstance(role := fields.get(role_field), str):
         fields = fields | {role_field: role.strip().lower()}
-    message, problem = chat.read_turn(fields, role_field, text_field, DATA_ROLES)
+    message, problem = chat.read_turn(fields, role_field, text_field, chat.DATA_ROLES)
     thoughts = [x for x in THOUGHTS_IN if message and isinstance(fields.get(x), str)]
     return message | {name: fields[name] for name in thoughts}, problem
 

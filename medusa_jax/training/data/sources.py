@@ -89,7 +89,7 @@ def files_in(directory: str) -> list[Path]:
 
 
 def _json_records(source: str) -> Sequence[object]:
-    """The records of a JSON list, or the lines of JSON lines, under either suffix."""
+    """The records of a JSON list, or the lines of JSON lines, under either suffix; a list of turns is one record."""
     try:
         data = Path(source).read_bytes()
     except OSError as error:
@@ -102,9 +102,18 @@ def _json_records(source: str) -> Sequence[object]:
         if first == b"[" and source.lower().endswith(".json"):
             raise UserError(f"{source} cannot be read: {error}") from error
         return lines
-    if isinstance(value, list):
+    if isinstance(value, list) and not _are_turns(value):
         return value
     return lines if len(lines) == 1 else [value]
+
+
+def _are_turns(items: list) -> bool:
+    """Whether items are the turns of a conversation: the first one has a role (an author's may be of a text)."""
+    from medusa_jax.text.chat import DATA_ROLES  # few runs need it
+
+    first = items[0] if items and isinstance(items[0], dict) else {}
+    roles = [first.get(name) for name in ("role", "from", "speaker", "sender")]
+    return any(str(role).strip().lower() in DATA_ROLES for role in roles)
 
 
 def _dataset(source: str, pack: DataConfig) -> Sequence[object]:
