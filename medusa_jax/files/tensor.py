@@ -60,7 +60,9 @@ def part(tensor: Tensor, index: Index) -> np.ndarray:
 
 
 def take_rows(tensor: Tensor, rows: np.ndarray) -> Tensor:
-    """Some rows of a matrix or values of a vector, in another order."""
+    """Some rows of a matrix or values of a vector, in another order; one that lacks some of them stays as it is."""
+    if rows.max() >= tensor.shape[0]:
+        return tensor
 
     def read(index: Index) -> np.ndarray:
         chosen = rows[index[0]]

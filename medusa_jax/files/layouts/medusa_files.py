@@ -213,12 +213,13 @@ def _take_token_map(source: str, tensors: Tensors) -> tuple[Tensors, np.ndarray 
         return tensors, None
     tensors = dict(tensors)
     ids = read_whole(tensors.pop(_TOKEN_MAP))
-    if ids.ndim != 1 or ids.dtype.kind != "i" or len(np.unique(ids)) != len(ids):
+    listed = ids.ndim == 1 and ids.dtype.kind == "i" and ids.size
+    if not listed or len(np.unique(ids)) != len(ids) or ids.min() < 0:
         raise UserError(f"{source}: {_TOKEN_MAP} is not a list of different tokens")
     order = np.argsort(ids)
     for key, tensor in tensors.items():
         if "lm_head" in key and len(tensor.shape) == 2:
-            rows = order if tensor.shape[0] <= len(ids) else ids[order]
+            rows = order if tensor.shape[0] == len(ids) else ids[order]
             tensors[key] = take_rows(tensor, rows)
     return tensors, ids[order].astype(np.int32)
 

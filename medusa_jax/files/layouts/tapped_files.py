@@ -60,7 +60,7 @@ def take_ids(
     most = {"bfloat16": 2**8, "float16": 2**11}.get(kind, 2**31)
     offset_O = offset_O.astype(np.float64)
     wrong = offset_O[(offset_O != np.rint(offset_O)) | (np.abs(offset_O) > most)]
-    if offset_O.ndim != 1 or wrong.size:
+    if offset_O.ndim != 1 or not offset_O.size or wrong.size:
         found = f"{kind}{list(offset_O.shape)}" + (
             f" with {wrong[0]}" if wrong.size else ""
         )
@@ -77,7 +77,8 @@ def take_ids(
             f"{vocab_size}"
         )
     if not np.array_equal(order, np.arange(len(order))):
-        tensors.update({k: take_rows(tensors[k], order) for k in keys if k in tensors})
+        fitting = [k for k in keys if k in tensors and tensors[k].shape[:1] == order.shape]
+        tensors.update({k: take_rows(tensors[k], order) for k in fitting})
     return None if len(ids) == vocab_size else ids.astype(np.int32)
 
 

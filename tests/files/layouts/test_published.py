@@ -273,8 +273,13 @@ TAPPED = "eagle_aux_hidden_state_layer_ids"
 @pytest.mark.parametrize(
     ("kind", "match", "fields", "tensors"),
     [
-        ("vllm", "token_map", {}, {"token_map": np.array([1, 1])}),
+        *(("vllm", "token_map is not a", {}, {"token_map": np.array(x, int)}) for x in ([1, 1], [2, -1])),
         ("medusa", "holds 1 layers, its .* says 2", {"medusa_num_layers": 2}, {}),
+        # Fewer rows than the draft vocabulary, or than its last token needs; more than it has.
+        *(("vllm", rf"'lm_heads.0.weight' in .* has shape \[{n}, {D}\], .* asks for \[3, {D}\]", {},
+           {"token_map": np.array([7, 1, 3]), "lm_heads.0.weight": np.ones((n, D), np.float32)}) for n in (2, 5)),
+        ("eagle3", rf"'lm_head.weight' in .* has shape \[12, {D}\], .* asks for \[11, {D}\]", {},
+         {"t2d": None, "d2t": IDS[::-1] - np.arange(11), "lm_head.weight": np.ones((12, D), np.float32)}),
         ("hydra", "hidden_state_offset 1 is not supported", {"hidden_state_offset": 1}, {}),
         ("hydra", "holds 3 layers per head, its .* says 4", {"hydra_num_layers": 4}, {}),
         ("eagle", "rope_theta 5000.0, the model has 10000.0", {"rope_theta": 5000}, {}),
