@@ -31,6 +31,7 @@ class TokenBytes:
         self._added: dict[int, Any] = backend.get_added_tokens_decoder() if backend else {}
         halves = [tokenizer.token_to_id(half) for half in "Ã©"]  # the bytes of é
         self._byte_level = None not in halves and backend.decode(halves) == "é"
+        self._decoder = backend and backend.decoder
 
     def of(self, token_id: int) -> bytes:
         """The bytes of a token, perhaps part of a character."""
@@ -44,8 +45,9 @@ class TokenBytes:
             return token.encode()
         if self._byte_level and all(c in self._byte_of for c in token):
             return bytes(self._byte_of[c] for c in token)
-        # U+2581 is sentencepiece's space.
-        return (token.replace("\u2581", " ") if tokenizer.byte_ids else token).encode()
+        # As the decoder writes it within a text: U+2581 may be a blank or a character.
+        text = self._decoder.decode(["a", token]) if self._decoder else ""
+        return (text[1:] if text.startswith("a") else token).encode()
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens of a text; 0 if unknown."""

@@ -250,6 +250,17 @@ def test_bytes_together_are_the_text(tokenizer):
     assert spelled.of(special) == end.encode()
 
 
+def test_blanks_are_those_that_the_decoder_writes():
+    """Without byte tokens too; a sign that it keeps is a character."""
+    kinds = ("▁", decoders.Metaspace(), " "), ("_", decoders.Metaspace("_"), " ")
+    for sign, decoder, blank in (*kinds, ("▁", decoders.ByteLevel(), "▁")):
+        words = [sign, "a", f"{sign}a", *"Ã©"]
+        backend = Backend(models.BPE({word: i for i, word in enumerate(words)}, []))
+        backend.decoder = decoder
+        spelled = TokenBytes(Tokenizer(backend))
+        assert [spelled.of(i).decode() for i in range(3)] == [blank, "a", f"{blank}a"]
+
+
 def test_no_text_has_fewer_tokens_than_its_bytes_ask_for(tokenizer):
     spelled = TokenBytes(tokenizer)
     special = tokenizer.special_texts.values()
