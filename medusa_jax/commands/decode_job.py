@@ -21,7 +21,7 @@ class DecodeJob:
     Attributes:
       acceptance: name of the rule.
       repeats: timed runs of a comparison with plain decoding; 0: no comparison.
-      form: how the prompts were read, "chat", "raw text" or "a middle".
+      forms: how each prompt was read, "chat", "raw text" or "a middle".
     """
 
     model: Model
@@ -29,7 +29,7 @@ class DecodeJob:
     options: list[Options]
     acceptance: str
     repeats: int
-    form: str
+    forms: list[str]
 
     def batch(self, rows: list[int]) -> tuple[list[Prompt], list[Options], list[int]]:
         """The prompts, options and ids of these rows, as `Model.generate` takes them."""
@@ -62,8 +62,8 @@ class DecodeJob:
                     acceptance=self.acceptance,
                 )
         reports = [
-            describe(self.model, result, self.acceptance, option, comparison, self.form)
-            for result, option, comparison in zip(results, options, compared)
+            describe(self.model, result, self.acceptance, option, comparison, self.forms[i])
+            for i, result, option, comparison in zip(rows, results, options, compared)
         ]
         if as_json:
             from medusa_jax.evaluate.weight_bytes import bytes_per_token, stored_as

@@ -93,22 +93,19 @@ def read_job(flags: Flags) -> DecodeJob:
     if is_gap:
         ids, option = middle(model.tokenizer, model.eos_ids, prompts[0], options[0])
         prompts, options = [tuple(ids)], [option]
-    if template is not None:
-        options = [
-            ending_turns(model.tokenizer, model.eos_ids, option, template)
-            for option in options
-        ]
-    if model.tokenizer.chat_template and not (
-        flags.chat is not None or flags.raw or is_gap
-    ):
+    has_texts = any(isinstance(prompt, str) for prompt in prompts)
+    chosen = flags.raw or flags.chat is not None
+    if model.tokenizer.chat_template and has_texts and not chosen:
         note = "raw text (--chat makes the prompt a user's turn)"
         inform(note if template is None else "chat (--raw continues the prompt instead)")
-    prompts = [
-        encode_prompt(model.tokenizer, prompt, template or "")
-        if isinstance(prompt, list) or (isinstance(prompt, str) and template is not None)
-        else prompt
-        for prompt in prompts
-    ]
+    forms = ["a middle" if is_gap else "raw text"] * len(prompts)
+    for i, prompt in enumerate(prompts):
+        if template is None and not isinstance(prompt, list):
+            continue  # messages are turns whatever the flags say
+        forms[i], name = "chat", template or ""
+        options[i] = ending_turns(model.tokenizer, model.eos_ids, options[i], name)
+        if not isinstance(prompt, tuple):
+            prompts[i] = encode_prompt(model.tokenizer, prompt, name)
     # One rule for the file, so that its greedy batches run the same program as sampled ones.
     sampled = any(option.temperature > 0 for option in options)
     acceptance = model.engine(sampled=sampled, acceptance=flags.acceptance).acceptance
@@ -119,7 +116,7 @@ def read_job(flags: Flags) -> DecodeJob:
         options,
         acceptance=acceptance,
         repeats=flags.repeats if flags.compare else 0,
-        form="a middle" if is_gap else "raw text" if template is None else "chat",
+        forms=forms,
     )
 
 

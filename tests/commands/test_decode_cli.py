@@ -9,7 +9,7 @@ import sys
 import pytest
 from cases import wide
 from files import write_lines
-from tiny import write_coder
+from tiny import TEMPLATE, set_template, write_coder
 
 from medusa_jax import Options, load
 from medusa_jax.commands.decode import main
@@ -165,6 +165,19 @@ def test_chat_wraps_prompts_and_messages_in_the_tokenizers_template(
     assert said("--prompts_file", file) == raw
     write_lines(file, [{"messages": turns[:2]}])
     assert "last turn has to be the user's" in decode("--prompts_file", file, *flags)[2]
+
+
+def test_messages_end_where_their_template_ends_a_turn(decode, chatty, tmp_path):
+    """Whatever the flags say, and of a base model, whose texts do not end there: here at <s>."""
+    shutil.copytree(chatty, base := tmp_path / "base")
+    set_template(base, TEMPLATE.replace("eos_token", "bos_token"))
+    lines = [{"messages": [{"role": "user", "content": "in"}]}, {"prompt": "uin.a"}]
+    file = write_lines(tmp_path / "requests.jsonl", lines)
+    flags = ("--prompts_file", file, "--tokenizer", base, "--logit_bias", "1=1000")
+    for more in ((), ("--raw",)):
+        facts = [json.loads(line) for line in decode(*flags, *more)[1].splitlines()]
+        ends = [(f["form"], f["prompt_tokens"], f["new_tokens"]) for f in facts]
+        assert ends == [("chat", 5, 1), ("raw text", 5, 20)]
 
 
 NULL = '{"type": "null"}'
