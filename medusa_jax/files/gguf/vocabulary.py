@@ -4,7 +4,9 @@ A file contains the vocabulary, merges or scores, and the name of a rule that sp
 (`tokenizer.ggml.pre`). Each name selects the rule of its models' published tokenizer.json.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from medusa_jax.console import inform
@@ -270,16 +272,17 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
 
     scores = _by_token(file, "scores", float, tokens)
     normal = {t: s for t, s, kind in zip(tokens, scores, kinds) if kind == NORMAL}
-    merges = [
+    merges = sorted(
         (-score, token[:i], token[i:])
         for token, score in normal.items()
         for i in range(1, len(token))
         if token[:i] in normal and token[i:] in normal
-    ]
+    )
+    _refuse_ties(file, merges)
     unk_id = _token_id(file, "unknown_token_id", len(tokens))
     model = models.BPE(
         _ids(tokens),
-        [(left, right) for _, left, right in sorted(merges)],
+        [(left, right) for _, left, right in merges],
         unk_token=None if unk_id is None else tokens[unk_id],
         fuse_unk=True,
         byte_fallback=True,
@@ -293,6 +296,28 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
     backend.decoder = decoders.Sequence(text + strip)
     return backend
+
+
+def _refuse_ties(file: GGUFFile, merges: list[tuple[float, str, str]]) -> None:
+    """Refuse tokens of equal score of which the leftmost in a text is merged first: ranks know no places.
+
+    Ranks suffice if no merge begins where one for another token ends, or with what they make and as early.
+    """
+    made, used = defaultdict[float, set[str]](set), dict[str, float]()
+    for loss, left, right in reversed(merges):
+        made[loss].add(left + right)
+        used[left] = used[right] = loss
+    tied = [merge for merge in merges if len(made[merge[0]]) > 1]
+    begun = defaultdict[tuple[float, str], set[str]](set)
+    for loss, left, right in tied:
+        begun[loss, left].add(left + right)
+    for loss, left, right in tied:
+        token = left + right
+        if used.get(token, inf) <= loss or begun.get((loss, right), {token}) != {token}:
+            raise UserError(
+                f"{file.file}: a tokenizer with tokens of equal scores, such as {token!r}, of which the leftmost in a "
+                "text comes first, is not supported"
+            )
 
 
 def _ids(tokens: list[str]) -> dict[str, int]:

@@ -1,7 +1,9 @@
 """Tokenizers of GGUF files against those that they were written from."""
 
 import time
+from contextlib import suppress
 
+import numpy as np
 import pytest
 from gguf_files import (
     byte_level_metadata,
@@ -15,6 +17,7 @@ from pieces import train_byte_level
 from refusals import refused
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
+from medusa_jax.errors import UserError
 from medusa_jax.files.gguf.reader import read_gguf
 from medusa_jax.files.gguf.vocabulary import SPLITTINGS, build_tokenizer, tokenizer_settings
 
@@ -210,6 +213,32 @@ def test_sentencepiece_is_sentencepiece(sentencepiece, tmp_path):
     without = read(tmp_path / "b.gguf", without)
     assert without.decode(without.encode(" a").ids) == " a"
     assert without.encode(" user").ids == ours.encode("user").ids
+
+
+def test_equal_scores_are_sentencepieces_or_refused(tmp_path):
+    """It merges the leftmost of them first."""
+    spm = pytest.importorskip("sentencepiece")
+    pb = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    rng, known = np.random.default_rng(0), []
+    texts = ["".join(row) for row in rng.choice(list("abcd"), (40, 16))]
+    for n in range(300):
+        words = ["<unk>", *"▁abcd"]
+        for _ in range(1 + n % 7):
+            words.append("".join(rng.choice(words[2:], 2)))
+        words = [*dict.fromkeys(words)]
+        scores = [-float(score) for score in rng.integers(0, 1 + n % 6, len(words))]
+        metadata = sentencepiece_metadata(
+            words, kinds := [2, *[1] * len(words[1:])], scores
+        )
+        rows = zip(words, scores, kinds)
+        pieces = [{"piece": word, "score": s, "type": kind} for word, s, kind in rows]
+        model = pb.ModelProto(pieces=pieces, trainer_spec={"model_type": 2})
+        theirs = spm.SentencePieceProcessor(model_proto=model.SerializeToString())
+        with suppress(UserError):
+            ours = read(tmp_path / "a.gguf", metadata)
+            assert [ours.encode(text).ids for text in texts] == theirs.encode(texts)
+            known.append(n % 6)
+    assert {*known} == {*range(6)} and len(known) < 250
 
 
 def test_who_begins_with_the_bos(sentencepiece, trained, tmp_path):
