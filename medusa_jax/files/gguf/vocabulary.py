@@ -270,7 +270,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = _by_token(file, "scores", float, tokens)
+    scores = _by_token(file, "scores", float, tokens, [0.0] * len(tokens))
     normal = {t: s for t, s, kind in zip(tokens, scores, kinds) if kind == NORMAL}
     merges = sorted(
         (-score, token[:i], token[i:])
@@ -315,8 +315,8 @@ def _refuse_ties(file: GGUFFile, merges: list[tuple[float, str, str]]) -> None:
         token = left + right
         if used.get(token, inf) <= loss or begun.get((loss, right), {token}) != {token}:
             raise UserError(
-                f"{file.file}: a tokenizer with tokens of equal scores, such as {token!r}, of which the leftmost in a "
-                "text comes first, is not supported"
+                f"{file.file}: a tokenizer whose tokens have equal scores, or none, such as {token!r}, of which the "
+                "leftmost in a text comes first, is not supported"
             )
 
 
