@@ -15,7 +15,7 @@ from medusa_jax.files.gguf.reader import GGUFFile
 from medusa_jax.typed import read
 
 # tokenizer.ggml.token_type
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 # Most characters of a token. Published ones have up to 256; time is quadratic in it.
 LONGEST_TOKEN = 1024
 
@@ -164,7 +164,7 @@ def build_tokenizer(file: GGUFFile) -> Any:
             backend = _byte_level(file, tokens, _splitting(file))
         else:
             backend = _sentencepiece(file, tokens, kinds)
-        for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+        for kind, special in ((UNKNOWN, True), (CONTROL, True), (USER_DEFINED, False)):
             backend.add_tokens(
                 [
                     tokenizers.AddedToken(token, normalized=False, special=special)

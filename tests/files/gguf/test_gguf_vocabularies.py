@@ -209,6 +209,7 @@ def test_sentencepiece_is_sentencepiece(sentencepiece, tmp_path):
         assert ours.encode(text).ids == ids
         assert ours.decode(ids) == model.decode(ids)
     assert ours.encode("</s>").ids == [2]
+    assert ours.encode("<unk>").ids == [0] and ours.decode([0]) == ""  # as in llama.cpp
     without = metadata | {"tokenizer.ggml.add_space_prefix": False}
     without = read(tmp_path / "b.gguf", without)
     assert without.decode(without.encode(" a").ids) == " a"
