@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError, between
+from medusa_jax.errors import between
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows
 from medusa_jax.heads.layers import take_last
@@ -65,12 +65,6 @@ class DraftModel(Untrained):
     Config = DraftModelConfig
 
     def check(self) -> None:
-        draft_size, model_size = self.heads.arch.vocab_size, self.llama.vocab_size
-        if draft_size != model_size:
-            raise UserError(
-                f"the draft model has a vocabulary of {draft_size} tokens, the model has {model_size}: "
-                "they must share a tokenizer"
-            )
         between(f"{self.name}: gamma", self.heads.gamma, 1, self.heads.n_heads)
 
     @property
@@ -82,6 +76,10 @@ class DraftModel(Untrained):
         kernels = backbone.kernels.by_xla
         llama = backbone.llama.clone(config=config, kernels=kernels, scored=0)
         return Backbone(llama, params[MODEL])
+
+    def _known(self, tokens: jax.Array) -> jax.Array:
+        """The tokens, with its last one for those that the draft model lacks."""
+        return jnp.minimum(tokens, self.heads.arch.vocab_size - 1)
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> DraftState:
         c = self.heads.arch
@@ -100,7 +98,7 @@ class DraftModel(Untrained):
         tokens_BU = jnp.concatenate([new.tokens_BT[:, :1], new.next_tokens_BT], axis=1)
         positions_BU = state.length_B[:, None] + jnp.arange(tokens_BU.shape[1])[None, :]
         hidden_BUE, cache = self._model(params, backbone).decode(
-            tokens_BU, positions_BU, state.cache, state.length_B
+            self._known(tokens_BU), positions_BU, state.cache, state.length_B
         )
         up_to_root_B = jnp.where(new.n_B > 0, new.n_B + 1, 0)
         hidden_BE = take_last(hidden_BUE, up_to_root_B, state.hidden_BE)
@@ -127,11 +125,17 @@ class DraftModel(Untrained):
                         [request.root_B[:, None], tokens_BP], axis=1
                     )
                 positions_BP = state.length_B[:, None] + tree.depth_M[nodes_P][None, :]
+                tokens_BP = self._known(tokens_BP)
                 hidden_BPE, cache = model.decode(
                     tokens_BP, positions_BP, cache, state.length_B, jnp.asarray(mask_PR)
                 )
                 hidden_BPE = hidden_BPE[:, -P:]
-            return model.lm_head(hidden_BPE), (hidden_BPE, cache)
+            logits_BPO = model.lm_head(hidden_BPE)
+            # Tokens that the draft model lacks are never drafted; those that the model lacks are cut.
+            missing = self.llama.vocab_size - logits_BPO.shape[-1]
+            edges, minus_inf = [(0, 0, 0)] * 2, jnp.array(-jnp.inf, logits_BPO.dtype)
+            logits_BPO = jax.lax.pad(logits_BPO, minus_inf, [*edges, (0, missing, 0)])
+            return logits_BPO, (hidden_BPE, cache)
 
         root = (state.hidden_BE[:, None], state.cache)
         return fill_by_level(request, model, logits_of, root)

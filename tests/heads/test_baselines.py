@@ -124,13 +124,19 @@ def test_a_chain_is_what_transformers_looks_up(ngram):
 )
 def test_a_draft_model_that_is_the_model_is_always_right(acceptance, tree):
     """Its keys, values and masks are those of the text and of each node's own path, to the last bit
-    that decides a token: every step but a last one accepts a whole path. Rows end apart."""
-    config = tiny_arch(vocab_size=60, n_layers=1)
-    _, llama, backbone = model(config=config)
-    drafter = make_drafter(DraftModelConfig(arch=config), config)
+    that decides a token: every step but a last one accepts a whole path. Rows end apart. Four tokens
+    that only it has, with large logits, are never drafted."""
+    config, arch = (tiny_arch(vocab_size=size, n_layers=1) for size in (60, 64))
+    params, llama, backbone = model(config=config)
+    ids, factor = np.arange(64) % 60, 1 + 2 * (np.arange(64) > 59)
+    embedding, kernel = params["embed_tokens"]["embedding"], params["lm_head"]["kernel"]
+    padded = {"embed_tokens": {"embedding": embedding[ids]}}
+    padded |= {"lm_head": {"kernel": kernel[:, ids] * factor}}
+    _, draft_model = decoder(arch, params | padded)
+    drafter = make_drafter(DraftModelConfig(arch=arch), config)
     L = tree.path_length
     engine = Engine(llama, drafter, tree, acceptance)
-    variables = {"backbone": backbone, "heads": {"model": backbone}}
+    variables = {"backbone": backbone, "heads": {"model": draft_model}}
     steps = 26 if acceptance == "greedy" else 5  # the greedy row outgrows its first cache
     request = DecodeRequest(
         [[1, 2, 3], [4], list(range(40))],

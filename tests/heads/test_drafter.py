@@ -47,7 +47,6 @@ def test_best_places_are_in_order_and_the_first_of_equal_ones(
 
 
 CONFIG = tiny_arch()
-OTHER = DraftModelConfig(arch=tiny_arch(vocab_size=9))
 NOT_TAPS = r"heads\.tap_layers are numbers from 0 to 2"
 NOT_SIZES = r"heads\.attention_heads 4, .* do not fit together"
 
@@ -75,7 +74,6 @@ NOT_SIZES = r"heads\.attention_heads 4, .* do not fit together"
         (PromptLookupConfig(ngram=0), "prompt_lookup: ngram is from 1"),
         (LookaheadConfig(window=1), "Lookahead: window is from 2"),
         (DraftModelConfig(gamma=0, arch=CONFIG), "gamma is from 1 to 16, not 0"),
-        (OTHER, "vocabulary of 9 tokens, the model has 23"),
     ],
 )
 def test_fields_that_make_no_sense(heads, message):

@@ -64,10 +64,11 @@ SMALL = {
 
 
 def baseline_of(name, config, seed=0):
-    """A baseline and its parameters; the draft model is a random one of one layer, eight wide."""
+    """A baseline and its parameters; the draft model is a random one of one layer, eight wide, and lacks a token."""
     fields, params = dict(SMALL.get(name, {})), {}
     if name == "draft_model":
-        fields["arch"] = arch = dataclasses.replace(config, d_model=8, n_layers=1, d_ff=12)
+        arch = dataclasses.replace(config, d_model=8, n_layers=1, d_ff=12)
+        fields["arch"] = arch = dataclasses.replace(arch, vocab_size=config.vocab_size - 1)
         params = {"model": decoder(arch, random_params(arch, seed))[1]}
     heads = drafter_class(name).Config(**fields | {"drafter": name})
     return make_drafter(heads, config), params
