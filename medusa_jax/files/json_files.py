@@ -6,6 +6,9 @@ import os
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import Json, decode_text, parse_json, write_text
 
+# Says in place of tokenizer.json why there is none.
+REFUSAL = "tokenizer.error"
+
 
 def read_json(path: str) -> Json:
     """Read a JSON object; a UserError names the file."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from medusa_jax.errors import UserError, library_errors
 from medusa_jax.files.hub import TEMPLATES_FOLDER, TOKENIZER_FILES, resolve
-from medusa_jax.files.json_files import optional_json
+from medusa_jax.files.json_files import REFUSAL, optional_json
 from medusa_jax.text.fill_tokens import SPELLINGS
 from medusa_jax.text.fill_tokens import fill_texts as find_fill_texts
 from medusa_jax.text.growth import check_growth
@@ -238,7 +238,7 @@ class NoTokenizer(Tokenizer):
 
 def has_tokenizer(directory: str) -> bool:
     """Whether a local directory holds a tokenizer's files, readable or not."""
-    names = ("tokenizer.json", *SOURCES)
+    names = ("tokenizer.json", *SOURCES, REFUSAL)
     return any(os.path.isfile(os.path.join(directory, name)) for name in names)
 
 
@@ -271,6 +271,8 @@ def _backend(directory: str) -> Any:
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"
         )
+    if os.path.isfile(file := os.path.join(directory, REFUSAL)):
+        raise UserError(f"{read_text(file)}; name another with --tokenizer")
     from medusa_jax.text.sentencepiece_files import read_backend  # imports transformers
 
     return read_backend(directory)

@@ -6,6 +6,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.files.gguf.architecture import hf_config, hf_tensors
 from medusa_jax.files.gguf.reader import GGUFFile, read_gguf
 from medusa_jax.files.gguf.vocabulary import (
+    UnknownTokenizer,
     build_tokenizer,
     special_ids,
     token_texts,
@@ -13,7 +14,7 @@ from medusa_jax.files.gguf.vocabulary import (
 )
 from medusa_jax.files.hf_config import family_of, parse_config
 from medusa_jax.files.hf_keys import locate
-from medusa_jax.files.json_files import save_json
+from medusa_jax.files.json_files import REFUSAL, save_json
 from medusa_jax.files.source import Source
 from medusa_jax.files.stored_forms import as_llama
 from medusa_jax.model.convert import abstract_params
@@ -41,8 +42,13 @@ def write_files(path: str, directory: str) -> None:
         raise UserError(
             f"{path} is damaged: {n_tokens} tokens, but embeddings of {config['vocab_size']}"
         )
-    write_text(os.path.join(directory, "tokenizer.json"), build_tokenizer(file).to_str())
-    save_json(os.path.join(directory, "tokenizer_config.json"), tokenizer_settings(file))
+    try:
+        tokenizer, settings = build_tokenizer(file).to_str(), tokenizer_settings(file)
+    except UnknownTokenizer as error:  # the user may name another
+        write_text(os.path.join(directory, REFUSAL), str(error))
+    else:
+        write_text(os.path.join(directory, "tokenizer.json"), tokenizer)
+        save_json(os.path.join(directory, "tokenizer_config.json"), settings)
     save_json(os.path.join(directory, "config.json"), config | ids)
     save_json(os.path.join(directory, "generation_config.json"), ids | sampling_of(file))
 

@@ -132,16 +132,21 @@ END_OF_PART = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
+class UnknownTokenizer(UserError):
+    """A tokenizer that is not supported, in a file that may be sound."""
+
+
 def token_texts(file: GGUFFile) -> list[str]:
-    """The vocabulary, by id."""
-    return file.items("tokenizer.ggml.tokens", str)
+    """The vocabulary, by id; [] if there is none."""
+    return file.items("tokenizer.ggml.tokens", str, [])
 
 
 def build_tokenizer(file: GGUFFile) -> Any:
     """The file's tokenizer as a `tokenizers.Tokenizer`.
 
     Raises:
-      UserError: an unknown kind of tokenizer or splitting; parts are missing or do not fit together.
+      UnknownTokenizer: there is none, or one of an unknown kind or splitting.
+      UserError: parts are missing or do not fit together.
     """
     import tokenizers
 
@@ -150,9 +155,9 @@ def build_tokenizer(file: GGUFFile) -> Any:
     kinds = [CONTROL if t in END_TEXTS else kind for t, kind in zip(tokens, kinds)]
     if (longest := max(map(len, tokens), default=0)) > LONGEST_TOKEN:
         raise UserError(f"{file.file} is damaged: a token has {longest} characters")
-    model = file.text("tokenizer.ggml.model")
+    model = file.text("tokenizer.ggml.model", "none") if tokens else "none"
     if model not in ("gpt2", "llama"):
-        raise UserError(
+        raise UnknownTokenizer(
             f"{file.file}: tokenizer kind {model!r} is not supported (there are: gpt2, llama)"
         )
     if model == "gpt2" and not file.values.get("tokenizer.ggml.pre"):
@@ -235,10 +240,10 @@ def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
 
 
 def _splitting(file: GGUFFile) -> Splitting:
-    """The rule that the file names; raises UserError if unknown."""
+    """The rule that the file names; raises UnknownTokenizer if unknown."""
     name = file.text("tokenizer.ggml.pre", "") or "default"
     if name not in SPLITTINGS:
-        raise UserError(
+        raise UnknownTokenizer(
             f"{file.file}: pre-tokenizer {name!r} is not supported (there are: "
             f"{', '.join(SPLITTINGS)})"
         )
@@ -314,7 +319,7 @@ def _refuse_ties(file: GGUFFile, merges: list[tuple[float, str, str]]) -> None:
     for loss, left, right in tied:
         token = left + right
         if used.get(token, inf) <= loss or begun.get((loss, right), {token}) != {token}:
-            raise UserError(
+            raise UnknownTokenizer(
                 f"{file.file}: a tokenizer whose tokens have equal scores, or none, such as {token!r}, of which the "
                 "leftmost in a text comes first, is not supported"
             )

@@ -30,6 +30,7 @@ from refusals import refused
 
 import medusa_jax
 from medusa_jax import Options
+from medusa_jax.api.load import open_model
 from medusa_jax.config import LlamaConfig
 from medusa_jax.files.generation import generation_config
 from medusa_jax.files.gguf import architecture, convert
@@ -409,7 +410,6 @@ REFUSED = [
     ({}, {}, {"rope_freqs.weight": [1, 2, 3, 8]}, "rope_freqs.weight are scaled in a way"),
     ({}, {}, {"blk.1.attn_q.weight": None}, "q_proj.weight' of shape .* is missing"),
     ({}, {}, {"token_embd.weight": [[1] * D] * 7}, "tokens, but embeddings of 7"),
-    ({}, {"pre": "mpt"}, {}, "pre-tokenizer 'mpt' is not supported"),
     ({}, {"eos_token_id": "</s>"}, {}, "eos_token_id should be int, not '</s>'"),
     ({"attention.head_count": [4, 2]}, {}, {}, "head_count should be a number, the same"),
     ({"feed_forward_length": [48] * 3}, {}, {}, "length should be a number, the same for"),
@@ -433,6 +433,16 @@ def test_refused_files_are_named(
         make_directory(str(path))
     assert str(path) in str(error.value)
     assert not [name for name in os.listdir(cache) if not name.endswith(".lock")]
+
+
+@pytest.mark.parametrize("said", [{"ggml.pre": "mpt"}, {"ggml.model": None}])
+def test_a_tokenizer_that_is_named_replaces_the_files(said, tmp_path, tokenizer_json):
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json)
+    path = tiny(tmp_path / "a.gguf", tokenizer_json, vocabulary=said)
+    with refused("is not supported .*; name another with --tokenizer"):
+        open_model(path)
+    named = open_model(path, str(tmp_path)).tokenizer
+    assert named.encode("a b") == load_tokenizer(str(tmp_path)).encode("a b")
 
 
 def test_files_that_are_no_model(tmp_path, tokenizer_json):
