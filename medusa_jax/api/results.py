@@ -261,7 +261,7 @@ def results_of(
     if BROKEN in status:
         inform(f"a text ends early: {NO_SCORES}")
     size = int(np.argmax(progress.gate.steps_N)) if progress.gate is not None else 0
-    nodes, drafter = request.drafts[size]
+    nodes, drafter = request.drafts[size] if request.drafts else (1, "none")
     for row, options in enumerate(rows):
         ids = tokens[row, : counts[row]].tolist()
         is_full = request.limits[row] < options.max_new_tokens

@@ -62,7 +62,7 @@ def describe(
     facts["mean_accepted_length"] = round(result.mean_accepted_length, 4)
     facts |= {
         "form": form,
-        "drafter": "plain" if result.tree_nodes == 1 else result.drafter,
+        "drafter": result.drafter,
         "tree_nodes": result.tree_nodes,
         "acceptance": acceptance,
         "lossless": model.guarantee(acceptance),

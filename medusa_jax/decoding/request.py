@@ -62,7 +62,7 @@ class DecodeRequest:
     host: HostFunction | None = None
     gate: Gate | None = None
     costs: StepCosts | None = None
-    drafts: Sequence[tuple[int, str]] = ((1, "none"),)
+    drafts: Sequence[tuple[int, str]] = ()
     predicted: Sequence[Sequence[int]] | None = None
 
 

@@ -62,16 +62,16 @@ def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
 
     def watched(wanted_B, *rest):
         before = jax.tree.map(np.array, progress_of(batch._state))
-        progress, nodes = true_run(wanted_B, *rest)
+        progress, tree = true_run(wanted_B, *rest)
         ran_B = (wanted_B == RUNNING) & np.isin(before.status_B, (RUNNING, PAUSED))
         ended_B = ran_B & (np.array(progress.status_B) != RUNNING)
         taken_B = np.array(progress.steps_B) - before.steps_B
         if ((wanted_B == RUNNING) & ~ran_B).any():  # ended, which the host did not know
             short.append(taken_B.max())
         assert not ended_B.any() or set(taken_B[ended_B]) == {taken_B.max()}
-        seen.add((batch.rows, batch.slots, rest[0].drafts, nodes))
+        seen.add((batch.rows, batch.slots, rest[0].drafts, tree.n_nodes))
         assert len(wanted_B) == batch.rows
-        return progress, nodes
+        return progress, tree
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "run", watched)
