@@ -32,8 +32,8 @@ class Family:
       defaults: other fields that a file may leave out (from the family's transformers class).
       shape: what differs from Llama in all of them.
       reads: further fields -> those of `LlamaConfig` that they set: switches, and multipliers, which are 1 if absent.
-      names: other names of fields -> Llama's, before which they go if a file has both.
-      renamed: of Llama's names those that it does not read.
+      names: other names of fields -> Llama's; if a file has both, the other name's value counts.
+      renamed: Llama's names that are not read, since the family has other ones.
       derived: fields of `LlamaConfig` that follow from others.
       windows: layers with the window if there are no layer_types: "" (the family has none), "all", "late" (from
         max_window_layers on), or "period" (all but every n-th, n = sliding_window_pattern).

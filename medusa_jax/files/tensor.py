@@ -60,7 +60,7 @@ def part(tensor: Tensor, index: Index) -> np.ndarray:
 
 
 def take_rows(tensor: Tensor, rows: np.ndarray) -> Tensor:
-    """Some rows of a matrix or values of a vector, in another order; one that lacks some of them stays as it is."""
+    """Some rows of a matrix or values of a vector, in another order; a tensor with too few rows stays as it is."""
     if rows.max() >= tensor.shape[0]:
         return tensor
 

@@ -304,9 +304,9 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
 
 
 def _refuse_ties(file: GGUFFile, merges: list[tuple[float, str, str]]) -> None:
-    """Refuse tokens of equal score of which the leftmost in a text is merged first: ranks know no places.
+    """Refuse merges of equal scores that compete: sentencepiece takes the leftmost in a text first, ranks cannot.
 
-    Ranks suffice if no merge begins where one for another token ends, or with what they make and as early.
+    Two compete if one's right part is the other's left part, or if what one makes is a part of one that comes no later.
     """
     made, used = defaultdict[float, set[str]](set), dict[str, float]()
     for loss, left, right in reversed(merges):
@@ -320,8 +320,8 @@ def _refuse_ties(file: GGUFFile, merges: list[tuple[float, str, str]]) -> None:
         token = left + right
         if used.get(token, inf) <= loss or begun.get((loss, right), {token}) != {token}:
             raise UnknownTokenizer(
-                f"{file.file}: a tokenizer whose tokens have equal scores, or none, such as {token!r}, of which the "
-                "leftmost in a text comes first, is not supported"
+                f"{file.file}: tokens with equal scores, or none, that compete in a text, such as {token!r}, are not "
+                "supported"
             )
 
 
