@@ -160,7 +160,7 @@ def test_no_circle_inside_a_room():
 # Budgets with 3% of slack, set when a large change ends. Lines of all files that decoding reaches by imports, with plain
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
 GENERATE_LINES = 6_825
-LINES, CHARACTERS = 51_600, 2_122_700
+LINES, CHARACTERS = 51_600, 2_122_850
 TEST_LINES, SITE_WORDS = 32_890, 19_000
 # Files that import by name, and what the name is.
 BY_NAME = {

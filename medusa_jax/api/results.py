@@ -153,8 +153,8 @@ class Result:
       decode_seconds: time of its decode steps, likewise.
       compile_seconds: time to compile programs for this call; 0 if they were compiled already.
       logprobs: log-probability of each token (nats), if requested.
-      tree_nodes: size of the tree used in most steps, 1 for plain decoding.
-      drafter: who filled it, such as "hydra+copy", or "none".
+      tree_nodes: size of the tree used in most steps, 1 for plain decoding; None in a server's (`Ending.tree_nodes`).
+      drafter: who filled it, such as "hydra+copy", or "none"; None in a server's.
       top_logprobs: for each token the likeliest alternatives, pairs of id and log-probability,
         descending, without barred tokens (`no_repeat_ngram_size`).
     """
@@ -171,8 +171,8 @@ class Result:
     compile_seconds: float
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    tree_nodes: int = 1
-    drafter: str = "none"
+    tree_nodes: int | None = None
+    drafter: str | None = None
 
     def cut(self, n_tokens: int, text: str) -> None:
         """Truncate to the tokens and text before a stop string."""
@@ -261,7 +261,7 @@ def results_of(
     if BROKEN in status:
         inform(f"a text ends early: {NO_SCORES}")
     size = int(np.argmax(progress.gate.steps_N)) if progress.gate is not None else 0
-    nodes, drafter = request.drafts[size] if request.drafts else (1, "none")
+    nodes, drafter = request.drafts[size] if request.drafts else (None, None)
     for row, options in enumerate(rows):
         ids = tokens[row, : counts[row]].tolist()
         is_full = request.limits[row] < options.max_new_tokens

@@ -148,7 +148,7 @@ def tell_calibration(workdir: str, model: str, data: DataConfig, name: str) -> N
 
 def prompts_in(data: DataConfig) -> str:
     """A file with prompts for `calibrate`: held-out text, else text that heads learned from."""
-    source = entries(f"{data.eval_source},{data.source}")[0]
+    source = (entries(data.eval_source) or entries(data.source))[0]
     samples = os.path.join(source, "samples.jsonl")  # as `distill` writes them
     return samples if os.path.isfile(samples) else source
 

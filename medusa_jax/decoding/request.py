@@ -42,7 +42,7 @@ class DecodeRequest:
       host: answers the steps with guides, `guided.guided_step`.
       gate: of a gated engine, before the first step.
       costs: of its sizes; streams measure them.
-      drafts: nodes of each tree that steps may take, and who fills it.
+      drafts: nodes of each tree that steps may take, and who fills it; not of served rows.
       predicted: tokens that are expected in each text, for served rows to copy drafts from.
     """
 

@@ -164,8 +164,8 @@ def _window_layers(family: Family, fields: Fields, n: int) -> tuple[bool, ...]:
       UserError: a kind of layer that is not supported.
     """
     kinds = fields.items("layer_types", str, [])
+    supported = LAYER_KINDS if family.windows else LAYER_KINDS[:1]
     for kind in kinds:
-        supported = LAYER_KINDS if family.windows else LAYER_KINDS[:1]
         one_of(f"{fields.file}: a supported kind in layer_types", kind, supported)
     late = family.windows == "late"
     window = family.windows and fields.count("sliding_window", 0, least=0)

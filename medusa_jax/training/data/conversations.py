@@ -82,7 +82,7 @@ class RecordEncoder(TextEncoder):
 
 
 def fields_of(record: object) -> Json:
-    """The fields of a record, {} without any; those of a list are its `messages`."""
+    """A record's fields. A list counts as a record with the field `messages`; anything else has no fields."""
     record = {"messages": record} if isinstance(record, list) else record
     return record if isinstance(record, dict) else {}
 

@@ -37,7 +37,7 @@ class Texts(NamedTuple):
 
 
 def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) -> Texts:
-    """Rows of the texts of `data.source`, and of those of `data.eval_source` or the share `data.held_out` of each text.
+    """Rows to train on, from `data.source`, and to evaluate on: from `data.eval_source`, or a share of each text (`held_out`).
 
     Rows for evaluation keep their order; texts without held-out samples are left out of them.
 
