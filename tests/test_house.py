@@ -161,7 +161,7 @@ def test_no_circle_inside_a_room():
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
 GENERATE_LINES = 6_825
 LINES, CHARACTERS = 51_600, 2_122_850
-TEST_LINES, SITE_WORDS = 32_890, 19_000
+TEST_LINES, SITE_WORDS = 32_910, 19_000
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",

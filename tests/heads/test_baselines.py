@@ -5,6 +5,7 @@ That their text is plain decoding's is tested along with all other drafters' (te
 
 import family
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from planted import decoded
@@ -15,7 +16,7 @@ from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.heads.draft_model import DraftModelConfig
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.drafter import Backbone, DraftRequest, Ranked
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.heads.prompt_lookup import PromptLookup, PromptLookupConfig, TextState
 from medusa_jax.heads.registry import make_drafter
@@ -150,6 +151,22 @@ def test_a_draft_model_that_is_the_model_is_always_right(acceptance, tree):
 
 
 # All of them.
+
+
+def test_tokens_that_the_draft_model_lacks_are_never_drafted():
+    drafter = make_drafter(DraftModelConfig(arch=tiny_arch(vocab_size=5)), CONFIG)
+    _, llama, backbone = model()
+    scores = []
+
+    def rank(depth, logits):
+        scores.append(np.asarray(logits).reshape(-1))
+        return Ranked(logits, logits)
+
+    request = DraftRequest(jnp.array([6]), Tree.chain(2), rank)
+    heads = {"model": model(config=drafter.heads.arch)[2]}
+    state = drafter.start(1, 40, np.float64)
+    drafter.propose(heads, Backbone(llama, backbone), state, request)
+    assert [np.isneginf(x).tolist() for x in scores] == 2 * [[False] * 5 + [True] * 2]
 
 
 @pytest.mark.parametrize("name", sorted(BASELINES))
