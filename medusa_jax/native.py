@@ -20,7 +20,7 @@ from medusa_jax.programs import read_ahead
 
 HANDLERS = tuple(
     f"medusa_{name}"
-    for name in ("product", "rows", "layer", "commit", "norm", "rotate", "ask")
+    for name in ("product", "rows", "layer", "commit", "norm", "rotate", "best", "ask")
 )
 UNITS = {(number, bits): unit for unit, (_, number, bits) in PARTS.items()}
 LOADER = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)

@@ -17,6 +17,7 @@ from medusa_jax.api.prompts import read_arguments
 from medusa_jax.api.tree_choice import TreeChoice, step_mark
 from medusa_jax.arch import STORED
 from medusa_jax.console import inform
+from medusa_jax.decoding.request import begin_keys
 from medusa_jax.errors import between
 from medusa_jax.files import generation, hf
 from medusa_jax.files.hf import BaseFiles
@@ -128,6 +129,7 @@ def load(
         expected=None if allow_other_base else fingerprint,
     )  # fmt: skip
     choice = choose_tree(tree, opened, batch, form, devices)
+    begin_keys()
     with ThreadPoolExecutor(1) as pool:
         backbone = pool.submit(read_backbone, files.base, form, devices)
         if not form.storage.panel:  # the processes of several hosts read in the same order

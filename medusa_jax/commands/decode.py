@@ -7,6 +7,7 @@ from medusa_jax.commands.flags import CommandLine, file_to_write, on_hosts
 from medusa_jax.compiler import begin
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import resolve
+from medusa_jax.text.tokenizer import begin_reading
 
 
 def run(flags: Flags) -> int:
@@ -23,7 +24,7 @@ def run(flags: Flags) -> int:
     check(flags)
     begin()
     if flags.model is not None:
-        resolve(flags.model)
+        begin_reading(resolve(flags.model))
     return on_hosts(decode)(flags)
 
 

@@ -117,6 +117,17 @@ void Rotate(const Call& call) {
   });
 }
 
+// The places of the largest entries (`BestOfRow`) of the rows of x [..., V].
+void Best(const Call& call) {
+  const auto x = call.Arg<float>(0);
+  const auto y = call.Ret<int32_t>(0);
+  Require(y.size && x.size % y.size == 0, "x is [..., V] and y [...]");
+  const int64_t size = x.size / y.size;
+  const float* in = x.data;
+  int32_t* out = y.data;
+  Share(call.Pool(), y.size, [=](int64_t r) { out[r] = BestOfRow(in + r * size, size); });
+}
+
 // A layer (`Layer`) over rows x [B, T, D] with cosines and sines [B, T, H]. Their keys and values go to the slots from
 // `start` on of the caches [B, G, S, H], in place: new_keys and new_values are the same memory. The rows are the last T
 // of M nodes; mask [T, M] is true for the nodes that a row sees: its ancestors, in order, and itself. Without nodes the
@@ -259,7 +270,7 @@ extern "C" int64_t medusa_panel_width() { return kPanel; }
 extern "C" int64_t medusa_packed_words(int64_t form, int64_t outputs, int64_t inputs) {
   return (outputs + kWide - 1) / kWide * PanelWords(form, inputs);
 }
-// Writes rows of blocks [outputs, row_bytes] to panels, which must be zero; returns 0 if a scale is not finite.
+// Writes rows of blocks [outputs, row_bytes] to panels of zeros; returns 0 if a scale is not finite.
 extern "C" int64_t medusa_pack(int64_t form, const uint8_t* rows, int64_t row_bytes, int64_t outputs,
                            int64_t inputs, uint32_t* words) {
   const int64_t size = PanelWords(form, inputs);
@@ -288,4 +299,5 @@ extern "C" XLA_FFI_Error* medusa_layer(XLA_FFI_CallFrame* frame) { return Answer
 extern "C" XLA_FFI_Error* medusa_commit(XLA_FFI_CallFrame* frame) { return Answer(frame, Commit); }
 extern "C" XLA_FFI_Error* medusa_norm(XLA_FFI_CallFrame* frame) { return Answer(frame, Norm); }
 extern "C" XLA_FFI_Error* medusa_rotate(XLA_FFI_CallFrame* frame) { return Answer(frame, Rotate); }
+extern "C" XLA_FFI_Error* medusa_best(XLA_FFI_CallFrame* frame) { return Answer(frame, Best); }
 extern "C" XLA_FFI_Error* medusa_ask(XLA_FFI_CallFrame* frame) { return Answer(frame, AskHost); }

@@ -1,4 +1,4 @@
-// Operations on single rows: the norm, with its mean square in one order, rotation, and an MLP's gate.
+// Operations on single rows: the norm, with its mean square in one order, rotation, an MLP's gate, the largest entry.
 
 #pragma once
 
@@ -57,6 +57,34 @@ inline void GateRow(const float* gate, const float* up, int64_t size, Activation
   if (up) std::memcpy(&u, up + whole, (size - whole) * 4);
   const Vector last = gated(g, u);
   std::memcpy(y + whole, &last, (size - whole) * 4);
+}
+
+// The place of the largest entry, the first among equals; `size` if an entry is NaN, or all are minus infinity.
+inline int32_t BestOfRow(const float* x, int64_t size) {
+  constexpr int64_t kBlock = 64 * kLanes;
+  const float least = -INFINITY;
+  const auto larger = [](auto a, auto b) { return a > b ? a : b; };
+  Ints nan = {};
+  float best = least;
+  int64_t begin = size;
+  for (int64_t block = 0; block < size; block += kBlock) {
+    const int64_t whole = std::min(kBlock, size - block) / kLanes * kLanes, end = std::min(size, block + kBlock);
+    Vector largest = Spread(least);
+    for (int64_t i = block; i < block + whole; i += kLanes) {
+      const Vector v = Load(x + i);
+      nan |= v != v;
+      largest = larger(v, largest);
+    }
+    float found = FoldOf<kLanes>(largest, larger);
+    for (int64_t i = block + whole; i < end; ++i) {
+      nan[0] |= x[i] != x[i];
+      found = larger(x[i], found);
+    }
+    if (found > best) best = found, begin = block;
+  }
+  if (FoldOf<kLanes>(nan, [](auto a, auto b) { return a | b; })) return int32_t(size);
+  while (begin < size && x[begin] != best) ++begin;
+  return int32_t(begin);
 }
 
 // x + multiplier * added, where `added` is normed in place first unless its scale is null.

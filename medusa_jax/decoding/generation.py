@@ -6,7 +6,8 @@ inside a loop: it dispatches the next loop before it reads the previous one's re
 """
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -34,6 +35,7 @@ from medusa_jax.sharding import Params, pin_state, placed
 CHUNK_STEPS, PACE = (8, 32), 0.1
 # Steps of chunks that nobody reads: they end only for sizes to be chosen and timed.
 UNREAD_STEPS = (64, FOREVER)
+tracing = ThreadPoolExecutor(1)
 
 
 @program(static_argnums=(0, 1))
@@ -182,6 +184,12 @@ def end_wanted(
     return state.replace(status_B=status_B), ended_B
 
 
+def wait_for(programs: Iterable[Any]) -> None:
+    """Wait until these results of `Program.prepare` can run."""
+    for kept in programs:
+        kept.run.result()
+
+
 @program(static_argnums=0)
 def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Array:
     """The status with these rows stopped."""
@@ -189,27 +197,18 @@ def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Arr
     return pin_state(engine.llama.mesh, status_B)
 
 
-def prepare(
-    engine: Engine, variables: Params, request: DecodeRequest
-) -> tuple[list[Any], list[Any]] | None:
-    """Begin to read or compile the programs of a request side by side.
-
-    Returns: two lists of results of `Program.prepare`: for the prompt, for the steps. None where programs are not kept.
-    """
-    (first, *others), prompts = prompt_arrays(engine, request)
-    begun = prefill.prepare(engine.depth_only, first, variables, prompts)
-    if begun is None:
-        return None
-    state = begun.results.replace(**fields_of(request))
-    ended_B = np.zeros(len(request.prompts), bool)
-    loop = decode_loop.prepare(engine, variables, state, np.int32(0))
-    shown = copied_progress.prepare(engine.depth_only, state)
-    steps = [loop, end_rows.prepare(engine.depth_only, state.status_B, ended_B)]
-    for slots in others:
+def prepare_steps(
+    engine: Engine, variables: Params, state: Any, larger: Sequence[int]
+) -> list[Any]:
+    """Begin to read or compile the programs of steps from a state of these shapes, and with larger caches."""
+    ended_B = np.zeros(state.status_B.shape, bool)
+    kept = [decode_loop.prepare(engine, variables, state, np.int32(0))]
+    kept += [end_rows.prepare(engine.depth_only, state.status_B, ended_B)]
+    for slots in larger:
         grown = grow.prepare(engine.depth_only, slots, state)
         state = grown.results
-        steps += [grown, decode_loop.prepare(engine, variables, state, np.int32(0))]
-    return [begun, shown], steps
+        kept += [grown, decode_loop.prepare(engine, variables, state, np.int32(0))]
+    return kept
 
 
 def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterator[None]:
@@ -218,11 +217,16 @@ def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterat
     It yields twice: when the prompt can be read, and when steps can be taken. Where programs are not kept for later
     starts, it reads the prompts once and takes no decode step.
     """
-    if stages := prepare(engine, variables, request):
-        for stage in stages:
-            for program in stage:
-                program.run.result()
-            yield
+    (first, *larger), prompts = prompt_arrays(engine, request)
+    if begun := prefill.prepare(engine.depth_only, first, variables, prompts):
+        state = begun.results.replace(**fields_of(request))
+        shown = copied_progress.prepare(engine.depth_only, state)
+        # Another thread traces the steps: the prompt is read as soon as its own programs are compiled.
+        steps = tracing.submit(prepare_steps, engine, variables, state, larger)
+        wait_for([begun, shown])
+        yield
+        wait_for(steps.result())
+        yield
         return
     state, cache_sizes = begin(engine, variables, request)
     copied_progress(engine.depth_only, state)

@@ -70,6 +70,11 @@ class DecodeRequest:
 keys_of_rows = program()(row_keys)
 
 
+def begin_keys() -> None:
+    """Begin to compile the keys of one row: a start needs them before it can trace how the prompt is read."""
+    keys_of_rows.prepare(np.zeros(1, np.uint32), np.zeros(1, np.uint32))
+
+
 def row_options(
     request: DecodeRequest, vocab_size: int, stops: tuple[int, int] = (1, 1)
 ) -> RowOptions:

@@ -1,6 +1,5 @@
 """XLA's best forms on CPUs."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,8 +11,6 @@ from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.masks import CausalMask
 from medusa_jax.model.texts import Part, blocks_part, rows_part
 
-# Most scores in a block of `best_token`.
-BLOCK = 256
 # Most parallel partial sums of `row_sum`; a power of two.
 LANES = 512
 
@@ -53,19 +50,6 @@ class CpuKernels(Kernels):
     ) -> Part:
         """By blocks of queries."""
         return blocks_part(q_BGTRH, k_BGTH, v_BGTH, mask)
-
-    def best_token(self, scores: jax.Array) -> jax.Array:
-        """By blocks: the second reduction reads the best block only."""
-        V = scores.shape[-1]
-        size = math.gcd(V, BLOCK)
-        first_of_largest = super().best_token
-        if not BLOCK // 4 <= size < V:
-            return first_of_largest(scores)
-        blocks = scores.reshape(*scores.shape[:-1], V // size, size)
-        block = first_of_largest(self.largest(blocks))
-        best = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-        place = first_of_largest(best)
-        return jnp.where(place == size, V, block * size + place)
 
     def row_sum(self, x: jax.Array) -> jax.Array:
         """Row sums in an order that does not depend on other rows.

@@ -74,6 +74,11 @@ class PanelKernels(CpuKernels):
     ) -> tuple[jax.Array, Pair]:
         return cpu.layer(config, params, x_BTD, rope, mask, cache, start_B, input_BTI)
 
+    def best_token(self, scores: jax.Array) -> jax.Array:
+        if scores.dtype != jnp.float32:
+            return super().best_token(scores)
+        return cpu.best_token(scores)
+
 
 @dataclass(frozen=True)
 class EngineKernels(PanelKernels):

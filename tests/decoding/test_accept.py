@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from planted import sampling_of
 from trees import TreeArrays, trees
 
+from medusa_jax.cpu import library
 from medusa_jax.decoding.acceptance import Drafts, Verified
 from medusa_jax.decoding.acceptance.rule import walk
 from medusa_jax.decoding.acceptance.targets import (
@@ -20,7 +21,8 @@ from medusa_jax.decoding.acceptance.targets import (
     target_tokens,
 )
 from medusa_jax.decoding.acceptance.typical import accept_typical
-from medusa_jax.kernels.cpu import BLOCK, CpuKernels
+from medusa_jax.kernels.cpu import CpuKernels
+from medusa_jax.kernels.one_cpu import PanelKernels
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.tree.tree import Tree
 
@@ -176,14 +178,18 @@ def test_typical_thresholds_belong_to_rows_and_temperature_zero_is_greedy():
     assert got.n_B.tolist() == [1, 0, 0, 1]
 
 
-@pytest.mark.parametrize("best_token", [CpuKernels().best_token, Kernels().best_token])
-@pytest.mark.parametrize("V", [4, 4 * BLOCK, 9 * BLOCK // 4, 1000])
-def test_best_token_is_the_first_of_equals_even_of_strange_rows(V, best_token):
+@pytest.mark.parametrize("kernels", [Kernels(), PanelKernels()])
+@pytest.mark.parametrize("V", [4, 576, 1003, 4096])
+def test_best_token_is_the_first_of_equals_even_of_strange_rows(V, kernels):
+    if isinstance(kernels, PanelKernels) and library() is None:
+        pytest.skip("no compiler")
+    best_token = jax.jit(kernels.best_token)
     rows = np.random.default_rng(V).integers(0, 4, (2, 8, V)).astype(np.float32)
     rows[0, 1, [V // 2, V - 1]] = 9
     rows[0, 2, [V // 2, V - 1]] = np.inf
     assert best_token(rows).tolist() == rows.argmax(-1).tolist()
     rows[0, 0], rows[:, 3:, 0] = -np.inf, np.nan
+    rows[:, 4, 0], rows[:, 4, V - 1] = 1, np.nan
     best = np.asarray(best_token(rows))
     assert best.dtype == np.int32 and (best[:, 3:] == V).all() and best[0, 0] == V
     assert (best[0, 1:3] < V).all() and (best[1, :3] < V).all()

@@ -261,7 +261,9 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(Program, "prepare_kept", programs.prepare_kept)
     monkeypatch.setattr(programs, "lowered_for", lowered_for)
     monkeypatch.setattr(programs, "executables", {})  # other tests fill it
-    generation.prepare(engine, variables, request)
+    stages = generation.warm_up(engine, variables, request)
+    ready = [[k.run.done() for k in programs.executables.values()] for _ in stages]
+    assert all(ready[1]) and set(ran) == {"row_keys"}  # no prompt was read
     assert jax.config.jax_enable_compilation_cache == (programs.blocks == [0])
     loops = 1 + traced.count("grow")
     small = ["copied_progress", "end_rows", "prefill", "row_keys"]
@@ -269,9 +271,6 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
         [*small, *["decode_loop"] * loops, *["grow"] * (loops - 1)]
     )
     count = len(traced)
-    stages = generation.warm_up(engine, variables, request)
-    ready = [[k.run.done() for k in programs.executables.values()] for _ in stages]
-    assert all(ready[1]) and set(ran) == {"row_keys"}  # no prompt was read
     assert texts_of(decoded(engine, variables, request)) == plain
     assert (len(traced), loops) == (count, 2) and jax.config.jax_enable_compilation_cache
     [thread.join() for thread in threading.enumerate() if "_write" in thread.name]
