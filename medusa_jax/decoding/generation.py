@@ -81,8 +81,8 @@ def begin(
 
 
 def with_request(engine: Engine, state: DecodeState, request: DecodeRequest) -> DecodeState:
-    """The state with the request's gate and host, placed as the decode loop returns it."""
-    return placed(engine.llama.mesh, state.replace(**fields_of(request)))
+    """The state with the request's gate and host; `prefill` has placed the rest as the decode loop returns it."""
+    return state.replace(**placed(engine.llama.mesh, fields_of(request)))
 
 
 def fields_of(request: DecodeRequest) -> dict[str, Any]:
