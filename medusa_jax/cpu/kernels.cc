@@ -102,12 +102,12 @@ void Norm(const Call& call) {
   });
 }
 
-// Rotates heads x [rows, N, H] by angles with cosines and sines [rows, H].
+// Rotates heads x [..., N, H] by angles with cosines and sines [..., H].
 void Rotate(const Call& call) {
   const auto x = call.Arg<float>(0), cos = call.Arg<float>(1), sin = call.Arg<float>(2), y = call.Ret<float>(0);
-  Require(x.rank == 3 && x.dims[2] % 2 == 0 && y.size == x.size && cos.size == x.dims[0] * x.dims[2] && sin.size == cos.size,
-          "x is [rows, N, H], cos and sin are [rows, H]");
-  const int64_t rows = x.dims[0], N = x.dims[1], H = x.dims[2];
+  Require(x.rank > 1 && x.size && y.size == x.size, "x and y are [..., N, H]");
+  const int64_t N = x.dims[x.rank - 2], H = x.dims[x.rank - 1], rows = x.size / (N * H);
+  Require(H % 2 == 0 && cos.size == rows * H && sin.size == cos.size, "cos and sin are [..., H]");
   const float *in = x.data, *c = cos.data, *s = sin.data;
   float* out = y.data;
   Share(call.Pool(), (rows + kFewRows - 1) / kFewRows, [=](int64_t i) {

@@ -100,10 +100,8 @@ def norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
 def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
     """`model.rope.rotate` in float32. XLA fuses a product and a sum into one rounding in some
     programs and not in others."""
-    B, T, _, H = x_BTNH.shape
-    x, cos, sin = (a.reshape(B * T, -1, H) for a in (x_BTNH, cos_BT1H, sin_BT1H))
-    call = jax.ffi.ffi_call("medusa_rotate", jax.ShapeDtypeStruct(x.shape, jnp.float32))
-    return call(x, cos, sin).reshape(x_BTNH.shape)
+    shape = jax.ShapeDtypeStruct(x_BTNH.shape, jnp.float32)
+    return jax.ffi.ffi_call("medusa_rotate", shape)(x_BTNH, cos_BT1H, sin_BT1H)
 
 
 def best_token(scores: jax.Array) -> jax.Array:
