@@ -198,10 +198,6 @@ class LoadedModel:
         one_of("acceptance", acceptance, ("auto", *RULES))
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
-        if (logprobs or 0) > self.config.vocab_size:
-            raise UserError(
-                f"logprobs {logprobs} exceeds the vocabulary of {self.config.vocab_size}"
-            )
         tree = self.parse_tree(tree)
         return Engine(
             self.llama,

@@ -153,7 +153,7 @@ def request_of(
       guides: by row, the guide of its constraint or None.
 
     Raises:
-      UserError: a prompt that leaves no room in the context, a bias for a token that does not exist.
+      UserError: a prompt that leaves no room in the context, a bias or alternatives of tokens that do not exist.
     """
     context = config.max_position
     for prompt in prompts:
@@ -168,6 +168,10 @@ def request_of(
             raise UserError(
                 f"logit_bias: token {unknown_ids[0]} is outside the vocabulary "
                 f"0..{config.vocab_size - 1}"
+            )
+        if (one.logprobs or 0) > config.vocab_size:
+            raise UserError(
+                f"logprobs {one.logprobs} exceeds the vocabulary of {config.vocab_size}"
             )
     return DecodeRequest(
         prompts=list(prompts),

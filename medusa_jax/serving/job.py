@@ -17,7 +17,8 @@ from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, between
+from medusa_jax.serving.echo import MOST_BEST
 from medusa_jax.serving.lines import LineText
 from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
 from medusa_jax.text.tokenizer import Tokenizer
@@ -253,6 +254,7 @@ def make_job(
             f"a served request has room for {STOPS[0]} stop sequences of {STOPS[1]} tokens, the "
             "tokens that end a text among them; stop strings are not counted"
         )
+    between("logprobs of a served request", options.logprobs or 0, 0, MOST_BEST)
     if request.min_tokens:
         ends = [ids[0] for ids in stops if len(ids) == 1]
         [penalties] = decode.penalties or [options.penalties]

@@ -219,6 +219,7 @@ def test_what_cannot_be_answered_is_refused_at_once(model):
         Request("a", options(3, 1.0), acceptance="greedy"),
         Request([10**6], options(3)),
         Request("a", options(3, stop_sequences=((1, 2, 3, 4, 5),))),
+        Request("a", options(3, logprobs=21)),
     ):
         with pytest.raises(UserError):
             job(request)
