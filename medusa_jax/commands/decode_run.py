@@ -83,7 +83,7 @@ def read_job(flags: Flags) -> DecodeJob:
     """Read the prompts, load the model and encode chats.
 
     Raises:
-      UserError: a prompt or an option that cannot be decoded; before anything is.
+      UserError: a prompt or an option that cannot be decoded, and which request of a file; before anything is.
     """
     prompts, options = read_requests(flags)
     refuse_conflicts(flags, options)
@@ -100,16 +100,20 @@ def read_job(flags: Flags) -> DecodeJob:
         inform(note if template is None else "chat (--raw continues the prompt instead)")
     forms = ["a middle" if is_gap else "raw text"] * len(prompts)
     for i, prompt in enumerate(prompts):
-        if template is None and not isinstance(prompt, list):
-            continue  # messages are turns whatever the flags say
-        forms[i], name = "chat", template or ""
-        options[i] = ending_turns(model.tokenizer, model.eos_ids, options[i], name)
-        if not isinstance(prompt, tuple):
-            prompts[i] = encode_prompt(model.tokenizer, prompt, name)
+        try:
+            # Messages are turns whatever the flags say.
+            if template is not None or isinstance(prompt, list):
+                forms[i], name = "chat", template or ""
+                options[i] = ending_turns(model.tokenizer, model.eos_ids, options[i], name)
+                if not isinstance(prompt, tuple):
+                    prompts[i] = encode_prompt(model.tokenizer, prompt, name)
+            model.request([prompts[i]], [options[i]])  # refuse before anything is decoded
+        except UserError as error:
+            where = f"{flags.prompts_file} request {i + 1}: " if flags.prompts_file else ""
+            raise UserError(f"{where}{error}") from error
     # One rule for the file, so that its greedy batches run the same program as sampled ones.
     sampled = any(option.temperature > 0 for option in options)
     acceptance = model.engine(sampled=sampled, acceptance=flags.acceptance).acceptance
-    model.request(prompts, options)  # refuse before anything is decoded
     return DecodeJob(
         model,
         prompts,

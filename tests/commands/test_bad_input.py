@@ -68,6 +68,11 @@ ROWS = {
                 ('{"prompt": "a", "seed": ' + "9" * 5_000 + "}", ""),
             ]
         ),
+        (
+            "--batch_size 1",
+            "{f} request 2: logprobs 99 exceeds",
+            GOOD + '{"prompt": "a", "logprobs": 99}',
+        ),
     ],
     "calibrate": [
         ("--batches 4,99999999", "--batches: from 1 to 4096, not 99999999"),
