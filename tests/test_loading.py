@@ -208,6 +208,12 @@ def test_bad_specs(spec, message, directory):
         load(str(directory), spec)
 
 
+@pytest.mark.parametrize("spec", ["prompt_lookup", "draft_model:{}", "none"])
+def test_there_are_no_heads_to_store(spec, directory):
+    with pytest.raises(UserError, match="no heads are loaded"):
+        load(directory, spec.format(directory), draft_weights="float32")
+
+
 # 84 MB in float32, of which each of eight devices is to hold an eighth or a quarter.
 CONFIG = LlamaConfig(
     vocab_size=8192, d_model=512, n_layers=4, n_heads=8, n_kv_heads=8, head_dim=64,

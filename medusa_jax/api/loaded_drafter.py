@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from medusa_jax.api.bundles import bundled_draft_model, find_heads
 from medusa_jax.api.form import Form
 from medusa_jax.arch import HeadsConfig
+from medusa_jax.errors import UserError
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts.heads_io import check_base, load_heads
 from medusa_jax.files.layouts.stored_heads import StoredHeads
@@ -160,8 +161,10 @@ def open_drafter(
       expected: fingerprint of the backbone that heads must have been trained on; None: any of the same sizes.
 
     Raises:
-      UserError: the heads were made for another model.
+      UserError: the heads were made for another model, or a type is asked for without heads.
     """
+    if not isinstance(source, StoredHeads) and form.storage.draft_weights:
+        raise UserError("draft_weights is the type of draft heads, and no heads are loaded")
     if source is None:
         return LoadedDrafter(
             make_drafter(HeadsConfig(n_heads=1, lm_head="shared"), base.config)

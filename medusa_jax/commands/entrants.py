@@ -54,13 +54,18 @@ def default_names(model: str | None) -> list[str]:
 
 
 def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterator[Entrant]:
-    """Load the drafters on one copy of the backbone; `trees` is for names without a tree."""
+    """Load the drafters on one copy of the backbone; `trees` is for names without a tree, --draft_weights for those with heads."""
+    from medusa_jax.heads.names import split_drafter
+    from medusa_jax.heads.registry import is_baseline
+
     base: Model | None = None
     for entry in names:
         name, _, tree = entry.partition("@")
         specs = tree_specs(tree or trees)
         spec = "auto" if "auto" in specs else specs[0]
-        model = load_model(flags, name, tree=spec)
+        headless = name == "none" or is_baseline(split_drafter(name)[0])
+        own = replace(flags, draft_weights=None) if headless else flags
+        model = load_model(own, name, tree=spec)
         base = base or model
         model.variables = model.variables | {"backbone": base.variables["backbone"]}
         by_spec = {s: None if s == "auto" else model.parse_tree(s) for s in specs}
