@@ -20,6 +20,7 @@ from medusa_jax.errors import UserError, one_of
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.model.convert import decoder
+from medusa_jax.model.stored import Stored
 from medusa_jax.sharding import Params
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.tree.files import parse_tree, tree_at
@@ -138,12 +139,16 @@ class LoadedModel:
 
     def draft_weights(self, acceptance: str) -> str | None:
         """The stored type of the drafter's kernels under this rule; None without kernels."""
-        if not self.variables["heads"]:
+        if not (heads := self.variables["heads"]):
             return None
         form = self.storage
         if self.drafter.trained:
             by_drafts = rule_named(acceptance).by_drafts
             form = form.of_deciding_drafts if by_drafts else form.of_drafts
+        else:  # a draft model may have no blocks although the backbone has them
+            leaves = jax.tree.leaves(heads, is_leaf=lambda x: isinstance(x, Stored))
+            if {k for x in leaves if isinstance(x, Stored) for k in x.types} == {"float32"}:
+                return "float32"
         return form.weights or str(self.dtype)
 
     @property

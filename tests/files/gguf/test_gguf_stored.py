@@ -24,7 +24,7 @@ from gguf_files import (
 )
 from planted import drafted, plain_texts, texts_of
 from refusals import refused
-from tiny import random_params, write_heads
+from tiny import random_params, tiny_arch, write_heads
 from trees import random_tree
 
 import medusa_jax
@@ -36,6 +36,7 @@ from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.evaluate.weight_bytes import bytes_per_token, stored_as
 from medusa_jax.files.gguf.reader import read_gguf
 from medusa_jax.files.hf_config import read_config
+from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.hub import resolve
 
 native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
@@ -237,6 +238,15 @@ def test_heads_on_blocks_of_every_shape(arch, name, tmp_path, tokenizer_json):
     prompts, options = [PROMPT, PROMPT[:1], PROMPT[:4]], Options(40, eos_ids=())
     plain, drafts = (model.generate(prompts, options, tree=t) for t in ("none", None))
     assert [r.token_ids for r in drafts] == [r.token_ids for r in plain]
+
+
+@native
+def test_a_draft_model_is_stored_in_types_of_its_own(tmp_path, tokenizer_json):
+    path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES["Q4_1 and Q8_0"])
+    save_backbone(str(tmp_path), arch := tiny_arch(), random_params(arch, 0), "float32")
+    drafters = [medusa_jax.load(path, f"draft_model:{name}") for name in (path, tmp_path)]
+    kinds = [model.draft_weights("greedy") for model in drafters]
+    assert kinds == ["stored", "float32"]
 
 
 def test_where_blocks_are_not_read_they_are_unpacked(
