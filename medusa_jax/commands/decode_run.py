@@ -211,9 +211,11 @@ def answer_one(
     inform(summary(facts, load_seconds, first_seconds))
     may_draft = job.model.tree.n_nodes > 1
     if may_draft and result.tree_nodes == 1 and 0 < result.mean_accepted_length < HELPED:
+        drafter = job.model.drafter
+        fitted = ", or a fitted tree (medusa calibrate)" if drafter.trained else ""
         inform(
-            f"mostly plain steps: {job.model.drafter.name}'s drafts were slower here; heads that guess "
-            "more often help (python train.py), or a fitted tree (medusa calibrate)"
+            f"mostly plain steps: {drafter.name}'s drafts were slower here; heads that guess "
+            f"more often help (python train.py){fitted}"
         )
     if result.finish_reason == "context":
         context = job.model.config.max_position

@@ -139,8 +139,8 @@ def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu")
     if spec in ("auto", "bundled") or spec.isdecimal():
         if calibrated is None:
             raise UserError(
-                f"--tree {spec} needs a calibrated tree next to the heads: run "
-                "`medusa calibrate`, or give cartesian:.., chain:.. or a file"
+                f"--tree {spec} needs a tree file next to draft heads, which `medusa calibrate` fits: "
+                "without one give chain:4, copy:4, cartesian:2,3 or a file"
             )
         if spec == "auto":
             return auto_tree(calibrated, platform)

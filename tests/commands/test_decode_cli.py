@@ -6,15 +6,18 @@ import re
 import shutil
 import sys
 
+import numpy as np
 import pytest
 from cases import wide
 from files import write_lines
 from tiny import TEMPLATE, set_template, write_coder
 
 from medusa_jax import Options, load
+from medusa_jax.api.tree_choice import VARIABLE
 from medusa_jax.commands.decode import main
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.decoding.constrained import MANY
+from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
 
 NEW = "20"
 FIELDS = dict.fromkeys(["text", "drafter", "acceptance", "guarantee"], str)
@@ -63,6 +66,16 @@ def test_text_and_json_with_the_documented_fields(decode):
     assert facts["speedup"] > 0 and facts["step_latency_ratio"] > 0
     assert facts["identical"] == (plain["token_ids"] == facts["token_ids"])
     assert (facts["first_divergence"] is None) == facts["identical"]
+
+
+def test_what_is_advised_after_plain_steps(decode, monkeypatch):
+    """A tree can be fitted to heads alone."""
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(StepCosts, "ratios", lambda self, *sizes: np.float32([1, 9, 9]))
+    monkeypatch.setattr(ChunkClock, "size_to_time", lambda self: None)
+    for more, fits in (((), True), (("--drafter", "prompt_lookup"), False)):
+        said = decode("--prompt", "in the hat", *more, tree=None)[2]
+        assert "python train.py" in said and ("medusa calibrate" in said) == fits
 
 
 def test_constrained_text_names_the_tree_that_its_steps_took(decode):

@@ -150,7 +150,7 @@ def test_specs():
         ("copy:128", "is 128 deep"),
         ("", "--tree is empty"),
         ("auto", "calibrate"),
-        ("64", "calibrate"),
+        ("64", "next to draft heads.*without one give chain:4"),
         ("\u00b2", "cannot read the tree file \u00b2"),
         ("no/nothing.json", r"nothing\.json: No such file|cannot read.*nothing\.json"),
     ],
