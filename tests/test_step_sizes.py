@@ -126,6 +126,15 @@ def test_sizes_are_nested(directory, drafter, nodes, free):
     assert known == ([1.0, 1.9, 2.1] if model.calibrated else None)
 
 
+@pytest.mark.parametrize(
+    ("drafter", "nodes"), [("{directory}/own", 6), ("prompt_lookup", 13), ("none", 3)]
+)
+def test_copies_are_added_to_the_default_tree(directory, drafter, nodes):
+    model = load(directory, drafter, tree="auto+copy:2")
+    assert model.tree.n_nodes == nodes and len(model.tree.copied_C) == 2
+    assert load(directory, drafter).parse_tree("auto+copy:2") == model.tree
+
+
 def test_few_nodes_where_weights_are_narrow_and_plain_decoding_alone_where_the_file_says_so():
     assert tree_choice.is_narrow(Storage(weights="int8")) and not tree_choice.is_narrow(
         Storage()

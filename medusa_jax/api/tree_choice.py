@@ -84,13 +84,9 @@ class TreeChoice:
             by_rows = by_rows or {batch: auto_tree(calibrated, platform)}
             if is_narrow(storage) and calibrated.get("mark") != mark:
                 by_rows = {n: small_tree(t, calibrated) for n, t in by_rows.items()}
-        tree: str | Tree = spec
-        if by_rows:
-            tree = tree_at(by_rows, batch)
-        elif calibrated is None and spec == "auto":
-            tree = drafter.default_tree
+        tree: str | Tree = tree_at(by_rows, batch) if by_rows else spec
         if isinstance(tree, str):
-            tree = parse_tree(tree, calibrated, platform)
+            tree = parse_tree(tree, calibrated, platform, drafter.default_tree)
         drafter.check_tree(tree)
         levels = max(1, *(t.drafted.depth for t in (tree, *by_rows.values())))
         return cls(tree, calibrated, by_rows, chooses, levels, mark)

@@ -107,7 +107,12 @@ def tree_at(by_rows: Mapping[int, Tree], rows: int) -> Tree:
     return by_rows[min((n for n in by_rows if n >= rows), default=max(by_rows))]
 
 
-def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu") -> Tree:
+def parse_tree(
+    spec: str,
+    calibrated: Json | None = None,
+    platform: str = "cpu",
+    auto: Tree | None = None,
+) -> Tree:
     """Return the tree that a `--tree` value names.
 
     Args:
@@ -117,10 +122,11 @@ def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu")
       calibrated: content of the tree file next to the heads, for "auto" (its `choices`) and a
         number (the first nodes of its `growth`).
       platform: where the tree will run, see `auto_tree`.
+      auto: the tree that "auto" names without a tree file.
     """
     spec, and_copies, copies = spec.partition("+copy:")
     if and_copies:
-        heads = parse_tree(spec, calibrated, platform).drafted
+        heads = parse_tree(spec, calibrated, platform, auto).drafted
         return Tree.from_choices([*heads.choices, *parse_tree(f"copy:{copies}").choices])
     kind, _, argument = spec.partition(":")
     try:
@@ -137,6 +143,8 @@ def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu")
             f"--tree {spec!r}: write chain:4, copy:4 or cartesian:2,3 with whole numbers"
         ) from error
     if spec in ("auto", "bundled") or spec.isdecimal():
+        if spec == "auto" and calibrated is None and auto is not None:
+            return auto
         if calibrated is None:
             raise UserError(
                 f"--tree {spec} needs a tree file next to draft heads, which `medusa calibrate` fits: "
