@@ -451,7 +451,7 @@ HOT = Options(temperature=1.0)
         ([[0, 40]], None, {}, OUTSIDE),
         ([], None, {}, "list of prompts is empty"),
         (["a", "b"], [Options()], {}, "2 prompts but 1 options"),
-        (["a"], None, {"tree": "chain:4"}, "only 3 heads"),
+        (["a"], None, {"tree": "chain:4"}, "4 deep.* at most 3 deep"),
         (["a"], None, {"tree": Tree.from_choices([[99]])}, "rank 99 exceeds"),
         (["a"], None, {"acceptance": "eager"}, "not 'eager'"),
         (["a"], HOT, {"acceptance": "greedy"}, "needs temperature 0"),

@@ -250,11 +250,12 @@ class Tree:
         return np.unique(self.parent_M[self.level(depth + 1)])
 
     def check_depth(self, n_heads: int) -> None:
-        """Raise UserError if drafts are deeper than the number of heads."""
-        choice = next((list(c) for c in self.drafted.choices if len(c) > n_heads), None)
-        if choice is not None:
+        """Raise UserError if drafts are deeper than `Drafter.n_heads`."""
+        deepest = max(self.drafted.choices, key=len, default=())
+        if len(deepest) > n_heads:
             raise UserError(
-                f"tree choice {choice} is {len(choice)} deep, but there are only {n_heads} heads"
+                f"tree choice {list(deepest)} is {len(deepest)} deep, but trees of this drafter are "
+                f"at most {n_heads} deep"
             )
 
 
