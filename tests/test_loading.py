@@ -201,6 +201,7 @@ def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
         ),
         ("prompt_lookup:ngram=two", "the fields ngram, tokens, not 'ngram=two'"),
         ("prompt_lookup:ngram=0", "ngram is from 1"),
+        ("prompt_lookup:ngram=2:ngram=3", "ngram is given twice"),
     ],
 )
 def test_bad_specs(spec, message, directory):

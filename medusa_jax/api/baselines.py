@@ -75,6 +75,8 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
                 f"{', '.join(sorted(names))}, not {part!r}"
                 f"{'' if field in names else did_you_mean(field, names)}"
             )
+        if field in fields:
+            raise UserError(f"--drafter {drafter}: {field} is given twice")
         fields[field] = int(value)
     return Baseline(kind(**fields | {"drafter": name}))
 

@@ -126,6 +126,8 @@ def parse_tree(
     """
     spec, and_copies, copies = spec.partition("+copy:")
     if and_copies:
+        if spec.startswith("copy:") or "+copy:" in copies:
+            raise UserError(f"--tree {spec}{and_copies}{copies}: copy is given twice")
         heads = parse_tree(spec, calibrated, platform, auto).drafted
         return Tree.from_choices([*heads.choices, *parse_tree(f"copy:{copies}").choices])
     kind, _, argument = spec.partition(":")

@@ -151,6 +151,8 @@ def test_specs():
         ("cartesian:64,64,64,64", "at most 4096 nodes and is at most 127 deep"),
         ("chain:1000000000", "this one has 1000000001 and is 1000000000 deep"),
         ("copy:128", "is 128 deep"),
+        ("copy:2+copy:3", "copy is given twice"),
+        ("chain:2+copy:2+copy:3", "copy is given twice"),
         ("", "--tree is empty"),
         ("auto", "calibrate"),
         ("64", "next to draft heads.*without one give chain:4"),
