@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from medusa_jax.arch import HeadsConfig as HeadsConfig
 from medusa_jax.arch import LlamaConfig as LlamaConfig
 from medusa_jax.bounds import AtLeast, AtMost, OneOf
+from medusa_jax.notation import entries
 
 # A number of things of which there is at least one.
 Positive = Annotated[int, AtLeast(1)]
@@ -100,6 +101,11 @@ class DataConfig:
     cache_features: Annotated[str, OneOf(("", "float32", "bfloat16", "float8"))] = ""
     # Directory of the hidden states (default: `<workdir>/features`); several runs may share it.
     features_path: str = ""
+
+    @property
+    def kept_share(self) -> float:
+        """`held_out` where it applies: 0 with `eval_source`."""
+        return 0.0 if entries(self.eval_source) else self.held_out
 
 
 @dataclass

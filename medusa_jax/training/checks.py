@@ -50,7 +50,7 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
             "data.packing first_fit",
         ),
         (
-            bool(data.held_out) and not data.eval_source and data.packing != "first_fit",
+            bool(data.kept_share) and data.packing != "first_fit",
             "data.held_out keeps whole samples: it needs data.packing first_fit",
         ),
         (

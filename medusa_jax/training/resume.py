@@ -43,6 +43,7 @@ SCORED = (
 )  # fmt: skip
 # Entries of a checkpoint's `data` and their names for messages.
 CONTENT = {
+    "kept_share": "share of samples held out in place of data.eval_source",
     "rows": "number of rows", "batch_size": "batch size", "text": "text",
     "backbone": "backbone", "draft_vocab": "draft vocabulary",
 }  # fmt: skip
@@ -109,6 +110,7 @@ def contents(
         "rows": rows.rows,
         "batch_size": batch_size,
         "text": rows.crc,
+        "kept_share": rows.cfg.kept_share,
         "backbone": fingerprint,
         "draft_vocab": None if ids is None else zlib.crc32(np.asarray(ids).data),
     }

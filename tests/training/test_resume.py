@@ -15,11 +15,12 @@ import tensorstore
 from cases import thinned
 from training_setup import VOCAB, changes, records, run, tiny_config, training_arch
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.config import DataConfig, HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
 from medusa_jax.training.checkpoint import Checkpoints
+from medusa_jax.training.data.texts import read_texts
 from medusa_jax.training.plan import RunPlan
 from medusa_jax.training.step import TrainState
 from medusa_jax.training.trainer import Run
@@ -195,10 +196,21 @@ def test_configurations_of_other_versions_and_damaged_ones(tmp_path, capsys):
     assert "are not checked: config.json" in capsys.readouterr().err
 
 
+def test_held_out_samples_are_not_of_the_text(tokens):
+    """With data.eval_source they would be learned, from files that are the same."""
+    cfg, found = DataConfig(tokens, seq_len=40, held_out=0.2), []
+    for eval_source in ("", tokens):
+        cfg.eval_source = eval_source
+        [rows] = read_texts(cfg, "", "", VOCAB).train
+        found.append({"step": 1} | resume.contents(8, rows, None, None))
+    with pytest.raises(UserError, match="made with another share of samples held out"):
+        resume.check(*found, 4, "w")
+
+
 @pytest.mark.parametrize("name", resume.CONTENT)
 def test_other_content_is_refused(name):
     saved = {"step": 4, "rows": 3, "batch_size": 8}
-    saved |= {"text": 1, "backbone": "a", "draft_vocab": 2}
+    saved |= {"text": 1, "kept_share": 0.1, "backbone": "a", "draft_vocab": 2}
     resume.check(saved, dict(saved), 4, "w")
     with pytest.raises(UserError, match="made with another"):
         resume.check(saved, saved | {name: None}, 4, "w")

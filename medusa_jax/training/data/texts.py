@@ -53,7 +53,7 @@ def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) 
         return text
 
     names, evaluated = sources.names(data.source), entries(data.eval_source)
-    divided = bool(data.held_out) and not evaluated
+    divided = bool(data.kept_share)
     train = [rows(name, data, "train" if divided else "") for name in names]
     held_out = []
     if evaluated:
