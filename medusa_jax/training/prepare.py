@@ -1,16 +1,19 @@
 """Prepare a run: models, texts, the stage with its rows, the compiled step."""
 
+import os
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import optax
 from jax.stages import Compiled
 
+from medusa_jax import hosts
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.data.features import Cache
 from medusa_jax.training.data.rows import Rows, mix
 from medusa_jax.training.data.texts import Texts, read_texts
-from medusa_jax.training.draft_tokens import draft_vocab, with_draft_vocab
+from medusa_jax.training.draft_tokens import DRAFT_VOCAB, draft_vocab, with_draft_vocab
 from medusa_jax.training.evaluation import Evaluator
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import batch_shapes, compile_step
@@ -18,6 +21,7 @@ from medusa_jax.training.plan import RunPlan
 from medusa_jax.training.setup import Setup, load_setup
 from medusa_jax.training.stage import Stage, make_stage
 from medusa_jax.training.step import TrainState, make_step
+from medusa_jax.whole_files import write_array
 
 
 class Inputs(NamedTuple):
@@ -29,7 +33,10 @@ class Inputs(NamedTuple):
 
 def load(plan: RunPlan, is_resumed: bool) -> Inputs:
     """Read the models and the texts, and choose the tokens that heads score."""
-    setup, data = load_setup(plan), plan.data
+    ids_file = os.path.join(plan.workdir, DRAFT_VOCAB)
+    # Earlier versions did not keep the tokens of initial heads.
+    is_kept = not plan.heads.draft_vocab or os.path.exists(ids_file)
+    setup, data = load_setup(plan, not (is_resumed and is_kept)), plan.data
     vocab_size = plan.arch.vocab_size
     texts = read_texts(data, plan.model.tokenizer_path, plan.workdir, vocab_size)
     if plan.drafter and plan.drafter.heads.draft_vocab:
@@ -38,6 +45,8 @@ def load(plan: RunPlan, is_resumed: bool) -> Inputs:
             data.draft_vocab_from, is_resumed,
         )  # fmt: skip
         setup = with_draft_vocab(setup, plan.mesh, choose)
+        if setup.heads_recipe is not None and hosts.first():
+            write_array(ids_file, np.asarray(setup.draft_ids))
     return Inputs(setup, texts)
 
 

@@ -66,8 +66,8 @@ class LoadedBackbone(NamedTuple):
     base: Json
 
 
-def load_setup(plan: RunPlan) -> Setup:
-    """Load the backbone (`model.path`, else a random one of shape `model.arch`) and initial heads.
+def load_setup(plan: RunPlan, with_heads: bool = True) -> Setup:
+    """Load the backbone (`model.path`, else a random one of shape `model.arch`) and, unless told otherwise, initial heads.
 
     Raises:
       UserError: an unreadable file, or heads for another backbone.
@@ -89,7 +89,7 @@ def load_setup(plan: RunPlan) -> Setup:
             dtype = jnp.dtype(model.param_dtype)
             frozen["teacher"] = jax.tree.map(lambda x: jnp.array(x, dtype), loaded.params)
     recipe: Json | None = None
-    if train.heads_path:
+    if train.heads_path and with_heads:
         start["heads"], recipe = first_heads(
             train.heads_path, plan.heads, loaded, plan.mesh, model.path
         )

@@ -122,6 +122,8 @@ class Run:
         in_earlier_versions = {} if changed.keys() & set(resume.SCORED) else scored
         if meta.get("scored", in_earlier_versions) == scored:
             self.best = meta["best"]
+        if "start" in meta:
+            self.setup = self.setup._replace(heads_recipe=meta["start"])
         inform(f"resuming from step {meta['step']} of {self.steps} in {workdir}")
         for name, change in changed.items():
             note = ", without effect on a resumed run" if name in resume.INITIAL else ""
@@ -209,6 +211,7 @@ class Run:
         state = self.state
         scored, updates = resume.scored(self.plan.record), int(np.asarray(state.updates))
         meta = {"step": n, "updates": updates, "best": self.best, "scored": scored}
+        meta["start"] = self.setup.heads_recipe
         data = {"step": n} | self.content
         with announced("saving a checkpoint"):
             self.checkpoints.save(n, state.params, state.opt, data, meta)

@@ -34,6 +34,8 @@ from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.optim.optimizer import heads_weight, make_optimizer
 from medusa_jax.training.partition import TABLE
 from medusa_jax.training.placement import microbatches
+from medusa_jax.training.plan import RunPlan
+from medusa_jax.training.prepare import load
 from medusa_jax.training.setup import more_layers
 from medusa_jax.training.step import init_state
 
@@ -115,6 +117,12 @@ def test_heads_that_do_not_belong_are_refused(tokens, stage_1, tmp_path):
     cfg.model.path, cfg.heads = str(tmp_path / "other"), HeadsConfig(n_heads=3)
     with pytest.raises(UserError, match="fingerprint"):
         run(cfg, tmp_path)
+
+
+def test_only_the_first_start_reads_the_first_heads(tokens, model):
+    cfg = tiny_config(tokens, "medusa2")
+    cfg.model.path, cfg.train.heads_path = model, "/nowhere"
+    assert load(RunPlan(cfg), is_resumed=True).setup.start.keys() == {"backbone"}
 
 
 def test_an_export_keeps_the_models_own_ends(tmp_path):

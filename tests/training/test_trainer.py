@@ -252,6 +252,12 @@ def test_a_run_keeps_its_tokens(tokens, model, tmp_path, capsys):
     log = records(tmp_path / "m2")[-1]
     assert len(log["inside"]) == 3 and "lm_inside" not in log
 
+    cfg.train.steps, cfg.train.heads_path = 3, "/nowhere"  # is not read again
+    run(cfg, tmp_path / "m2")
+    np.testing.assert_array_equal(open_heads(heads).ids, chosen)
+    recipe = json.loads((tmp_path / "m2" / "export" / "recipe.json").read_text())
+    assert recipe["step"] == 3 and recipe["start"]["step"] == 6
+
 
 def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
     """At each start without a checkpoint; a resumed run keeps them."""
