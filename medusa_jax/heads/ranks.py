@@ -55,7 +55,9 @@ def label_ranks(
             place_BC = backbone.places(labels_BC)
             is_scored_BC = place_BC < backbone.outputs
             score_BC1 = jnp.take_along_axis(scores_BCO, place_BC[..., None], axis=-1)
-            # NaN counts as better than the label, so that broken heads do not look perfect.
+            # NaN counts as better than the label, and a label without a finite score as a miss, so that broken
+            # heads do not look perfect.
+            is_scored_BC &= jnp.isfinite(score_BC1[..., 0])
             rank_BC = jnp.sum(~(scores_BCO <= score_BC1), axis=-1)
             return jnp.where(is_scored_BC, jnp.minimum(rank_BC, MISS), MISS)
 

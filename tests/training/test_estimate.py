@@ -7,7 +7,9 @@ import pytest
 from test_losses import heads_problem
 
 from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.training import estimate, losses
+from medusa_jax.training.losses.terms import Guesses
 from medusa_jax.tree.growth import MISS
 
 
@@ -36,6 +38,20 @@ def test_ranks_are_those_of_the_labels(chunk):
             logits = logits_KBTV[k, b, t]
             label = int(batch["tokens"][b, t + k + 2])
             assert found[b, t, k] == min((logits > logits[label]).sum(), MISS)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_broken_heads_do_not_look_perfect(value):
+    """Where a label's logit, or another's, is no number: neither to the loss's accuracies nor to the estimate."""
+    _, backbone, drafter, params, batch = heads_problem(K=1, T=13)
+    rows = losses.rows(batch)
+    features = drafter.features(params, backbone, TextRows(backbone.forward(*rows), *rows))
+    given = (drafter, params, backbone, features, batch["tokens"], 64)
+    ranks = label_ranks(*given, lambda k, logits, _: jnp.full_like(logits, value))
+    assert (np.asarray(ranks) == MISS).all()
+    for logits in ([value, 0, 0], [value] * 3, [0, np.nan, -1]):
+        guesses = Guesses(jnp.array([[logits]], float), jnp.zeros((1, 1), int), None, None)
+        assert guesses.rank_BT > 0
 
 
 def test_counted_by_hand():

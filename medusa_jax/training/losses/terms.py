@@ -76,7 +76,9 @@ class Guesses:
     @cached_property
     def rank_BT(self) -> jax.Array:
         """Number of tokens before the label. Counting is cheaper than a sort or top-k."""
-        return jnp.sum(lax.stop_gradient(self.logits_BTV > self.label_BT1), axis=-1)
+        # NaN counts as better, and a label that is not finite as the last (`heads/ranks.py`).
+        label_BT1 = jnp.where(jnp.isfinite(self.label_BT1), self.label_BT1, jnp.nan)
+        return jnp.sum(lax.stop_gradient(~(self.logits_BTV <= label_BT1)), axis=-1)
 
     @cached_property
     def distance_BT(self) -> jax.Array:
