@@ -126,7 +126,8 @@ class OptimConfig:
     b1: Share = 0.9
     # Decay of AdamW's second moment.
     b2: Share = 0.999
-    eps: float = 1e-8
+    # Above 0: a row without gradient is divided by it.
+    eps: Annotated[float, AtLeast(1e-30)] = 1e-8
     # Of matrices; norm scales and biases do not decay.
     weight_decay: float = 0.0
     # Largest norm of the gradient of all parameters; 0 = no clipping.

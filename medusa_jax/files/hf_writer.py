@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -132,7 +133,7 @@ def save_backbone(
     tensors = {}
     for path, leaf in flatten(params).items():
         name, transposed = locate(path)
-        tensors[name] = _tensor(leaf, transposed)
+        tensors[name] = replace(_tensor(leaf, transposed), name=name)
     tensors = from_llama(tensors, FAMILIES[raw["model_type"]], config)
 
     def read(name: str) -> np.ndarray:
@@ -149,7 +150,7 @@ def _tensor(leaf: jax.Array, transposed: bool) -> Tensor:
     turned = np.transpose if transposed else np.asarray
     shape = leaf.shape[::-1] if transposed else leaf.shape
     kind = leaf.dtype.name
-    return Tensor("parameters", shape, kind, lambda index: turned(on_host(leaf))[index])
+    return Tensor("the trained model", shape, kind, lambda i: turned(on_host(leaf))[i])
 
 
 def save_weights(

@@ -352,6 +352,13 @@ def test_storage_types_and_fingerprint(model_dir, tmp_path):
     assert fingerprint(config, other) != mark
 
 
+def test_what_a_training_has_ruined_is_named(tmp_path):
+    params = init_params(TINY, jax.random.key(0))
+    params["norm"]["scale"] *= jnp.nan
+    with refused("the trained model .* 'model.norm.weight' contains NaN"):
+        save_backbone(str(tmp_path), TINY, params)
+
+
 def test_impossible_combination_cannot_be_saved(tmp_path):
     odd = {"sliding_window": 4, "window_layers": (False, True)}
     with refused("no Hugging Face model class"):

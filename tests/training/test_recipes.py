@@ -133,6 +133,7 @@ ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
         ("backbone", {"optim.lr": float("nan")}, "optim.lr is from 0 to .*, not nan"),
         ("backbone", {"train.lambda_decay": -5.0}, "train.lambda_decay is from 0"),
         ("backbone", {"optim.b1": 2.0}, "optim.b1 is from 0 to .*, not 2.0"),
+        ("backbone", {"optim.eps": 0.0}, "optim.eps is from 1e-30 to .*, not 0.0"),
         ("backbone", {"train.steps": "5"}, "train.steps should be int, not '5'"),
         ("medusa1", {"train.feature_weight": 1.0}, "heads.lm_head shared, not 'own'"),
         ("backbone", {"data.seq_len": 1000}, "from 3 to 64, not 1000"),
