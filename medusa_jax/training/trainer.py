@@ -166,8 +166,10 @@ class Run:
                 self.figures = {"held_out": self.evaluator(self.state.params, frozen)}
             directory = self.export("export", self.steps)
             self.checkpoints.wait()
+            losses = jax.tree.leaves(self.figures) or [np.nan if self.bad_in_row else 0.0]
+            word = "done" if np.isfinite(losses).all() else "diverged (lower optim.lr)"
             if hosts.first():
-                inform(f"done: {self.steps} steps; the result is in {directory}")
+                inform(f"{word}: {self.steps} steps; the result is in {directory}")
             return last
 
     def record_step(self, pending: tuple[int, PyTree] | None) -> Json | None:

@@ -185,6 +185,17 @@ def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
     assert "skipped (" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("compiled_once")
+def test_a_run_that_diverged_says_so(tokens, tmp_path, monkeypatch, capsys):
+    """By its held-out text, else by its last step."""
+    for steps, evaluator in ((1, lambda *_: {"loss": [np.nan]}), (2, None)):
+        monkeypatch.setattr(trainer, "evaluator_of", lambda *_, found=evaluator: found)
+        cfg = tiny_config(tokens, "medusa1", steps=steps)
+        cfg.optim.lr = 1e30
+        run(cfg, tmp_path)
+        assert capsys.readouterr().err.splitlines()[-1].startswith("diverged (")
+
+
 def test_a_run_goes_on_with_what_it_may_change(tokens, tmp_path, capsys):
     """And says so, field by field; its end is not the result of a shorter run."""
     run(tiny_config(tokens, steps=4), tmp_path / "run")
