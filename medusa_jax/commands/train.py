@@ -136,21 +136,25 @@ def tell_calibration(workdir: str, model: str, data: DataConfig, name: str) -> N
         model = export
     else:
         heads = export
-    if os.path.isfile(os.path.join(heads, "heads.json")):
+    if (prompts := prompts_in(data)) and os.path.isfile(os.path.join(heads, "heads.json")):
         print_next(
             "calibrate",
             model=model or None,
             drafter=f"{name}:{heads}" if is_module_class(name) else heads,
-            prompts=prompts_in(data),
+            prompts=prompts,
             out=os.path.join(heads, "tree.json"),
         )
 
 
 def prompts_in(data: DataConfig) -> str:
-    """A file with prompts for `calibrate`: held-out text, else text that heads learned from."""
-    source = (entries(data.eval_source) or entries(data.source))[0]
-    samples = os.path.join(source, "samples.jsonl")  # as `distill` writes them
-    return samples if os.path.isfile(samples) else source
+    """Prompts for `calibrate`: held-out text, else text that heads learned from; "" if all sources are tokens alone."""
+    for source in entries(data.eval_source) + entries(data.source):
+        # Beside tokens, as `distill` and the demo's corpus write them.
+        names = ("samples.jsonl", "prompts.jsonl", "tokens.npy")
+        found = [name for name in names if os.path.isfile(os.path.join(source, name))]
+        if found != ["tokens.npy"]:
+            return os.path.join(source, found[0]) if found else source
+    return ""
 
 
 def last_checkpoint(workdir: str) -> str:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from files import write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_setup import VOCAB, write_tokens
@@ -174,7 +175,10 @@ def test_several_texts_for_evaluation(tmp_path):
     paths = [write_tokens(tmp_path / name, n=40) for name in "ab"]
     cfg = DataConfig(paths[1], eval_source=", ".join(paths), seq_len=16)
     assert [text.directory for text in read_texts(cfg, "", "", VOCAB).held_out] == paths
-    assert prompts_in(cfg) == paths[0]
+    assert prompts_in(cfg) == ""
+    write_lines(tmp_path / "b" / "prompts.jsonl", [{"prompt_ids": [5]}])
+    assert prompts_in(cfg) == f"{paths[1]}/prompts.jsonl"
+    assert prompts_in(DataConfig(paths[1], eval_source=__file__)) == __file__
     cfg.eval_source += f",{tmp_path}/none.jsonl"
     with pytest.raises(UserError, match="no file or token directory /"):
         sources.check_all_exist(cfg)
