@@ -23,6 +23,7 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
     """(whether the configuration contradicts itself in this way, how to say so)."""
     t, model, data = cfg.train, cfg.model, cfg.data
     trained, kl = trained_groups(t.stage, cfg.lora.rank), t.backbone_loss == "kl"
+    weights = {name: x for name, x in vars(t).items() if name.endswith("_weight")}
     has_teacher = model.path or cfg.lora.rank or cfg.dry_run
     return [
         (
@@ -65,5 +66,9 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
         (
             bool(t.heads_path) and "heads" not in trained,
             f"train.heads_path is set, but stage {t.stage} has no heads",
+        ),
+        (
+            "heads" in trained and not (t.lambda_decay and any(weights.values())),
+            f"the heads' loss is 0: set train.lambda_decay and one of train.{', '.join(weights)}",
         ),
     ]
