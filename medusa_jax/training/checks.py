@@ -43,6 +43,7 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
             bool(model.add_layers) and set(trained) == {"heads"},
             f"model.add_layers needs a stage that trains the backbone, which {t.stage} does not",
         ),
+        (model.add_layers > 0 and not model.path, "model.add_layers needs a model.path"),
         (kl and not has_teacher, "train.backbone_loss kl needs a backbone: set model.path"),
         (
             bool(data.cache_features)

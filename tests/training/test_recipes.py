@@ -144,6 +144,7 @@ ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
         ("medusa1", {"model.add_layers": 1}, "model.add_layers needs a stage that trains"),
         ("native", {"train.label_weight": 0.0}, "the heads' loss is 0: .*label_weight"),
         ("medusa1", {"train.lambda_decay": 0.0}, "the heads' loss is 0: .*lambda_decay"),
+        ("native", {"model.add_layers": 1}, r"add_layers needs a model\.path"),
         ("native", {"train.backbone_loss": "kl"}, r"model\.path"),
         ("medusa2", CACHED, "a backbone and rows that do not change"),
     ],
