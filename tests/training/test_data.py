@@ -169,6 +169,8 @@ def test_limits_hold_for_token_directories(tmp_path, capsys):
     assert "1 samples skipped (1 x repeats itself, first in sample 2)" in said
     cfg = DataConfig(source, max_samples=4)  # it has no more
     assert read_texts(cfg, "", "", VOCAB).train[0].directory == source
+    read_texts(DataConfig(source, held_out=0.5, max_samples=1), "", f"{tmp_path}/w", VOCAB)
+    assert "nothing is evaluated: data.held_out" in capsys.readouterr().err
 
 
 def test_several_texts_for_evaluation(tmp_path):

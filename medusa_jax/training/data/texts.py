@@ -61,6 +61,8 @@ def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) 
         held_out = [rows(name, pack, "", shuffle=False) for name in evaluated]
     elif divided:
         held_out = [rows(name, data, "held out", shuffle=False) for name in names]
+        if not any(text.rows for text in held_out):
+            inform("nothing is evaluated: data.held_out keeps no sample")
     return Texts(train, [text for text in held_out if text.rows])
 
 
