@@ -30,6 +30,7 @@ from medusa_jax.sharding import (
     shapes_with,
 )
 from medusa_jax.training import dry
+from medusa_jax.training.plan import backbone_shape
 from medusa_jax.tree.tree import Tree
 from research.compiled.targets import Target
 from research.weights import abstract_state, abstract_variables
@@ -153,7 +154,8 @@ def compile_training(
       UserError: sizes that do not fit together.
     """
     cfg = copy.deepcopy(cfg)
-    cfg.model.path = cfg.train.heads_path = ""
+    cfg.model.arch = backbone_shape(cfg.model, dry=True)
+    cfg.model.path, cfg.model.add_layers, cfg.train.heads_path = "", 0, ""
     cfg.mesh, cfg.dry_run = mesh, True
     shapes = dry.step_shapes(cfg, target.devices)
     program = dry.compile_step(*shapes)
