@@ -16,6 +16,7 @@ from medusa_jax.commands.entrants import Entrant, contenders_of, load_entrants, 
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 
 
+@pytest.mark.wide
 def test_bench_races_drafters_and_trees(files, tmp_path, capsys):
     """A drafter may name its tree; the others have each of --trees."""
     directory, prompts = files

@@ -78,6 +78,7 @@ def test_what_is_advised_after_plain_steps(decode, monkeypatch):
         assert "python train.py" in said and ("medusa calibrate" in said) == fits
 
 
+@pytest.mark.wide
 def test_constrained_text_names_the_tree_that_its_steps_took(decode):
     """The model's, with a chain for what is forced."""
     flags = "--prompt", "the cat", "--constraint", "regex:[a-z ]{12}", "--json"
@@ -100,6 +101,7 @@ def test_show_drafts_colours_accepted_drafts_only(decode):
         assert {c for c, _ in re.findall(r"\x1b\[(\d+)m(.*?)\x1b\[0m", out, re.S)} == {"4"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("few", [1, *wide(3)])
 def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path, few):
     records = [
@@ -232,6 +234,7 @@ def test_lines_of_a_file(tmp_path):
     assert second == Options(constraint={"regex": "b"})
 
 
+@pytest.mark.wide
 def test_a_middle_between_two_files(decode, tmp_path):
     write_coder(tmp_path / "coder")
     texts = {"prefix": "def f(", "suffix": "):\n"}

@@ -181,6 +181,7 @@ def test_python_may_end_while_a_loop_calls_it():
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("temperature", [*wide(0.0), 1.0])
 def test_a_models_steps_choose_their_size(tmp_path, temperature):
     """By default nothing but the text and its grammar drafts."""

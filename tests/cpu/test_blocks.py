@@ -129,8 +129,7 @@ def bits_of(x):
 
 # Each pair compiles its own library, which takes a few seconds.
 @pytest.mark.parametrize(
-    ("kind", "bits"),
-    thinned(itertools.product(KINDS, (16, 8)), ("Q4_0", 16), ("Q4_0", 8), ("Q6_K", 8)),
+    ("kind", "bits"), thinned(itertools.product(KINDS, (16, 8)), ("Q4_0", 16), ("Q6_K", 8))
 )
 @pytest.mark.parametrize(
     ("outputs", "n_blocks"), [(97, 3), *wide((1, 1), (33, 2), (150, 5), (64, 9))]
@@ -195,6 +194,7 @@ def check_program(path, compiler, options, runs):
         assert got == b"".join(y[:n].tobytes() for n in range(1, 8)) + floats, (kind, bits)
 
 
+@pytest.mark.wide
 def test_every_sum_without_xla(tmp_path):
     quickly_compiled = ["-march=native", "-O0"]
     check_program(tmp_path / "products", ["c++"], quickly_compiled, [])

@@ -308,6 +308,7 @@ LOOKAHEAD = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), CONFIG)
 MORE = 1 + 3 * 3 + 3 + 4 + 4
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("longest", "needed", "kernels", "drafter", "expected"),
     [

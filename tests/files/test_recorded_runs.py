@@ -129,6 +129,7 @@ def run(model, acceptance):
     return letters, "".join(map(str, result.draft_depths))
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("arch", "n_layers"), thinned(RECORDED, *SHALLOWEST))
 def test_texts_are_those_of_the_authors_code(arch, n_layers, tmp_path):

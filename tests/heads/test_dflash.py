@@ -144,6 +144,7 @@ def test_the_text_of_a_block_is_not_written():
     jax.tree.map(assert_close, *logits)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("through", [False, *wide(True)])
 def test_the_loss_at_drawn_anchors(through):
     """0.1 CE + 0.9 L1 + BCE of the confidence with 1 - L1 / 2 + 0.2 smooth L1 of the features, in NumPy; only the

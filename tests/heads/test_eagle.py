@@ -189,6 +189,7 @@ def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch)
     family.check_levels_loss(drafter, params, backbone, TARGETS, numpy_loss, levels, 0.7)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("heads", [NEWER_FEW, *wide(FEW)], ids=name_of)
 def test_eagle3_s_loss_of_every_level_and_its_gradient(heads, monkeypatch):
     """Of each level: the sum of -p log q over pairs that count, p the backbone's over IDS, over all

@@ -67,6 +67,7 @@ def prompt_of(model, asked=ASKED):
     return fill_of(model.tokenizer).editor_prompt(gap, asked["prompt"], files, room)
 
 
+@pytest.mark.wide
 def test_the_whole_answer(port, http):
     whole, prompt = infill(http), prompt_of(port.model)
     expected = alone(port.model, prompt, max_new_tokens=24)
@@ -115,6 +116,7 @@ def test_only_the_prompt_is_read(http):
     assert infill(http, input_extra=extra)["timings"]["cache_n"] >= 240
 
 
+@pytest.mark.wide
 def test_samplers(port, http):
     greedy = infill(http)["content"]
     assert infill(http, temperature=0.9, top_k=1)["content"] == greedy

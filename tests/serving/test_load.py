@@ -50,6 +50,7 @@ def expected_texts(model, asked):
     return [result.text for result in results]
 
 
+@pytest.mark.wide
 def test_some_clients_at_once(port):
     asked = kinds(PROMPTS, [1, 7, 30])
     expected = expected_texts(port.model, asked)

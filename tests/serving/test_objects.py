@@ -169,6 +169,7 @@ def test_text_offsets():
         assert found["text_offset"] == [at - whole[0] for at in whole] and whole[-1] > 5
 
 
+@pytest.mark.wide
 def test_the_first_space_of_an_answer(port, http, monkeypatch):
     """Kept after a prompt or the beginning of a turn, whole and in a stream; a turn begins without it."""
     bias = drop_first_space(port.model.tokenizer, monkeypatch)

@@ -47,6 +47,7 @@ def test_chat_whole_and_streamed(port, client, temperature):
     assert {depth for _, depth in parts} >= {0, 1}
 
 
+@pytest.mark.wide
 def test_completions_of_several_prompts_and_choices(port, client, http):
     """Whole, and streamed to a client that reads the headers."""
     prompts, drawn = ["the cat and", port.model.encode("in")], {"temperature": 1, "seed": 3}
@@ -210,6 +211,7 @@ EOS = 2
 LIKELY = {str(EOS): 100}  # every text ends at once
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("more", [{}, {"acceptance": "rejection"}, {"drafts": False}])
 @pytest.mark.parametrize("temperature", [0, 0.9])
 def test_the_least_length(port, client, temperature, more):

@@ -114,6 +114,7 @@ def test_the_clients_own_stream_and_parse(client):
     assert answer.output_text.startswith("{")
 
 
+@pytest.mark.wide
 def test_tools(client, http):
     """A call, and the tool's answer: as a chat has them."""
     own = {"input": "Is it cold?", "tools": FUNCTIONS}

@@ -110,6 +110,7 @@ def test_a_start_is_reused_of_a_row_that_ended_without_room(model, scheduler, mo
     check(model, clients)
 
 
+@pytest.mark.wide
 def test_a_conversation_is_read_from_where_it_goes_on(model, scheduler):
     """Turn by turn as a chat has it: what the model said itself is not read again either."""
     prompt, known = model.encode("the hat and"), 0
@@ -194,6 +195,7 @@ def test_log_probabilities_are_those_of_a_solo_run(model, scheduler):
     assert cut.result.token_ids == expected.token_ids[:n]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rule", ["typical", *wide("rejection")])
 def test_texts_that_depend_on_the_drafts(model, rule):
     """Are those of a solo run with the same tree, whatever rule a row was used with before."""
@@ -251,6 +253,7 @@ def test_a_step_has_room_for_the_tree_and_for_the_drafters_own_rows(monkeypatch)
     assert made.slots_for(made.slots - made.widest + 1) == 2 * made.slots
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("tree", [TREE, *wide(Tree.from_choices([[0], [-1], [-1, -1]]))])
 def test_predicted_tokens_are_copied_and_never_trusted(model, tree):
     """No text depends on them; only a right prediction is fast, and only for its own request."""
@@ -272,6 +275,7 @@ def test_predicted_tokens_are_copied_and_never_trusted(model, tree):
     assert [job.group.predicted for job in jobs] == [True, False, False]
 
 
+@pytest.mark.wide
 def test_what_was_read_of_a_cancelled_prompt_is_kept(model):
     """Each keystroke replaces the last request: a prompt of many pieces is read all the same."""
     scheduler, prompt = scheduler_of(model, {1: TREE}), [5, 6, 7, 8] * 75

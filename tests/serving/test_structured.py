@@ -51,6 +51,7 @@ def ask(client, **fields):
     return client.chat.completions.create(**asked | {"seed": 1} | fields)
 
 
+@pytest.mark.wide
 def test_a_pydantic_model_is_parsed(port, client):
     schema = to_strict_json_schema(Pet)
     drawn = {"temperature": 0.8, "seed": 1}
@@ -107,6 +108,7 @@ def test_schemas_by_the_names_of_other_servers(client, fields):
 OWN = {"presence_penalty": 0.5, "frequency_penalty": 1.5, "repetition_penalty": 1.3}
 
 
+@pytest.mark.wide
 def test_neighbours_change_nothing(port, client):
     """Rows with constraints of several kinds, with penalties and biases, and without, together."""
     bias = OWN | {"logit_bias": {5: 3.0, 9: -100}}
@@ -129,6 +131,7 @@ def test_neighbours_change_nothing(port, client):
         assert list(pool.map(served, asked * 2)) == expected * 2
 
 
+@pytest.mark.wide
 def test_a_text_that_cannot_go_on(port, client):
     """The vocabulary has no é: the answer is marked as incomplete."""
     options = Options(constraint={"regex": "abcé"}, max_new_tokens=9)

@@ -63,6 +63,7 @@ def check_call(function):
         assert function.name == "now" and arguments == {}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_calls_are_those_of_the_schemas(client, choice):
     fields = {"tool_choice": choice, "parallel_tool_calls": False}

@@ -92,6 +92,7 @@ def asked(prompt, n, **fields):
     return Request([5] * prompt, Options(n), **fields)
 
 
+@pytest.mark.wide
 def test_nobody_waits_for_another_ones_programs(model, make):
     """Neither for a place, nor for the next step: whatever else is asked for meanwhile."""
     programs = Delayed(random.Random(0), 2)

@@ -47,6 +47,7 @@ def problem(name, **fields):
     return cfg, HeadFunctions(cfg.heads, ARCH, cfg.train), frozen, batch
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "hydra"))
 def test_the_loss_and_its_gradient_are_the_trainers(name):
     """The trainer runs the backbone by itself; the functions get its states and three entries of it."""

@@ -60,6 +60,7 @@ def run(words):
     return train.main(given) if own else main([name, *given])
 
 
+@pytest.mark.wide
 def test_the_page_from_top_to_bottom(model, questions, tmp_path, capsys):
     """Each command names the next one of the page, with its own paths."""
     *steps, serve, convert, rebuild = commands(model, questions, tmp_path / "own")

@@ -108,6 +108,7 @@ CASES = [
 FIRST = {case[0]: case for case in CASES[::-1]}.values()  # of each layout
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("target", "fields", "dtype"), thinned(CASES, *FIRST))
 def test_engines_guess_what_we_do(target, fields, dtype, base, facts, tmp_path):
     """The same first guess of each head, and logits as close as the stored type allows; read back, the export
