@@ -161,7 +161,7 @@ def test_no_circle_inside_a_room():
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
 GENERATE_LINES = 6_835
 LINES, CHARACTERS = 51_700, 2_128_500
-TEST_LINES, SITE_WORDS = 33_065, 19_000
+TEST_LINES, SITE_WORDS = 33_090, 19_000
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",

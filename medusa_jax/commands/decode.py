@@ -24,7 +24,8 @@ def run(flags: Flags) -> int:
     check(flags)
     begin()
     if flags.model is not None:
-        begin_reading(resolve(flags.model))
+        directory = resolve(flags.model)
+        begin_reading(flags.tokenizer or directory)
     return on_hosts(decode)(flags)
 
 

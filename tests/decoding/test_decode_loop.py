@@ -261,8 +261,17 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(Program, "prepare_kept", programs.prepare_kept)
     monkeypatch.setattr(programs, "lowered_for", lowered_for)
     monkeypatch.setattr(programs, "executables", {})  # other tests fill it
-    stages = generation.warm_up(engine, variables, request)
-    ready = [[k.run.done() for k in programs.executables.values()] for _ in stages]
+    prompt_read, prepare_steps = threading.Event(), generation.prepare_steps
+
+    def prepare_after(*args):
+        assert prompt_read.wait(60), "the prompt waits for the steps"
+        return prepare_steps(*args)
+
+    monkeypatch.setattr(generation, "prepare_steps", prepare_after)
+    ready = []
+    for _ in generation.warm_up(engine, variables, request):
+        ready.append([k.run.done() for k in programs.executables.values()])
+        prompt_read.set()
     assert all(ready[1]) and set(ran) == {"row_keys"}  # no prompt was read
     assert jax.config.jax_enable_compilation_cache == (programs.blocks == [0])
     loops = 1 + traced.count("grow")
