@@ -30,7 +30,7 @@ inline void FifthBits(uint32_t bits, uint8_t* codes) {
     const uint64_t own = (bits >> i & 255) * 0x0101010101010101u & 0x8040201008040201u;
     uint64_t eight;
     std::memcpy(&eight, codes + i, 8);
-    eight |= (own + 0x7f7f7f7f7f7f7f7fu & 0x8080808080808080u) >> 3;
+    eight |= ((own + 0x7f7f7f7f7f7f7f7fu) & 0x8080808080808080u) >> 3;
     std::memcpy(codes + i, &eight, 8);
   }
 }
