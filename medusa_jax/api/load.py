@@ -129,11 +129,11 @@ def load(
         expected=None if allow_other_base else fingerprint,
     )  # fmt: skip
     choice = choose_tree(tree, opened, batch, form, devices)
-    begin_keys()
     with ThreadPoolExecutor(1) as pool:
         backbone = pool.submit(read_backbone, files.base, form, devices)
         if not form.storage.panel:  # the processes of several hosts read in the same order
             backbone.result()
+        begin_keys()
         loaded = opened.read(None if all_heads else choice.levels)
     return Model(
         config,

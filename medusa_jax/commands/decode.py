@@ -7,7 +7,6 @@ from medusa_jax.commands.flags import CommandLine, file_to_write, on_hosts
 from medusa_jax.compiler import begin
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import resolve
-from medusa_jax.text.tokenizer import begin_reading
 
 
 def run(flags: Flags) -> int:
@@ -24,8 +23,7 @@ def run(flags: Flags) -> int:
     check(flags)
     begin()
     if flags.model is not None:
-        directory = resolve(flags.model)
-        begin_reading(flags.tokenizer or directory)
+        resolve(flags.model)
     return on_hosts(decode)(flags)
 
 

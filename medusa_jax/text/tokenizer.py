@@ -3,7 +3,6 @@
 import glob
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from medusa_jax.errors import UserError, library_errors
@@ -25,8 +24,6 @@ SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 LONG = 4096
 # Ids that a `StreamDecoder` holds at most, and those it keeps when it drops the others.
 WINDOW, TAIL = 48, 12
-# Files that are being read (`begin_reading`).
-ahead: dict[str, "Future[Any]"] = {}
 
 
 class TurnPrompt(list[int]):
@@ -262,26 +259,14 @@ def _ids(value: object, size: object = None) -> set[int]:
     return {i for i in ids if type(i) is int and 0 <= i < end}
 
 
-def begin_reading(directory: str) -> None:
-    """Begin to read a directory's tokenizer.json on another thread, which takes as long as importing Flax."""
-    if os.path.isfile(file := os.path.join(directory, "tokenizer.json")):
-        ahead[file] = ThreadPoolExecutor(1).submit(_read_json, file)
-
-
-def _read_json(file: str) -> Any:
-    import tokenizers
-
-    text = read_text(file)
-    with library_errors(f"{file} cannot be read"):
-        return tokenizers.Tokenizer.from_str(text)  # from_buffer would keep Python's lock
-
-
 def _backend(directory: str) -> Any:
     file = os.path.join(directory, "tokenizer.json")
-    if begun := ahead.pop(file, None):
-        return begun.result()
     if os.path.isfile(file):
-        return _read_json(file)
+        import tokenizers
+
+        text = read_text(file)
+        with library_errors(f"{file} cannot be read"):
+            return tokenizers.Tokenizer.from_str(text)
     if not has_tokenizer(directory):
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"

@@ -24,7 +24,6 @@ from medusa_jax.text.tokenizer import (
     StreamDecoder,
     Tokenizer,
     TurnPrompt,
-    begin_reading,
     declared_eos_ids,
     load_tokenizer,
 )
@@ -115,19 +114,6 @@ def test_missing_and_broken_tokenizers(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with refused(r"tokenizer\.json cannot be read"):
         load_tokenizer(str(tmp_path))
-
-
-def test_read_ahead(byte_level_dir, tmp_path):
-    directory = str(byte_level_dir)
-    want = load_tokenizer(directory).encode("Hello")
-    for path in (directory, str(tmp_path)):  # one has no file
-        begin_reading(path)
-    assert load_tokenizer(directory).encode("Hello") == want
-    (tmp_path / "tokenizer.json").write_text("{")
-    begin_reading(str(tmp_path))
-    for _ in range(2):  # begun, and read again
-        with refused("tokenizer.json cannot be read"):
-            load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(?:a+a+)+c"])
