@@ -149,7 +149,7 @@ def tell_calibration(workdir: str, model: str, data: DataConfig, name: str) -> N
 def prompts_in(data: DataConfig) -> str:
     """Prompts for `calibrate`: held-out text, else text that heads learned from; "" if all sources are tokens alone."""
     for source in entries(data.eval_source) + entries(data.source):
-        # Beside tokens, as `distill` and the demo's corpus write them.
+        # `distill` and the demo's corpus write prompts next to the tokens.
         names = ("samples.jsonl", "prompts.jsonl", "tokens.npy")
         found = [name for name in names if os.path.isfile(os.path.join(source, name))]
         if found != ["tokens.npy"]:

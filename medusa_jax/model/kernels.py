@@ -216,14 +216,11 @@ class Kernels:
         a layer of the demo model. Two plain reductions are.
         """
         V = scores.shape[-1]
-        top = self.largest(scores)[..., None]
+        # A maximum of XLA's on a CPU may leave out NaN.
+        top = jnp.max(jnp.where(jnp.isnan(scores), jnp.inf, scores), axis=-1, keepdims=True)
         index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
         is_best = (scores == top) & (top > -jnp.inf)
         return jnp.min(jnp.where(is_best, index, V), axis=-1)
-
-    def largest(self, scores: jax.Array) -> jax.Array:
-        """The largest entry of the last axis, infinity if one is NaN: XLA's maximum on a CPU may leave it out."""
-        return jnp.max(jnp.where(jnp.isnan(scores), jnp.inf, scores), axis=-1)
 
     def row_sum(self, x: jax.Array) -> jax.Array:
         """The sum over the last axis [..., 1]."""

@@ -42,7 +42,7 @@ def test_ranks_are_those_of_the_labels(chunk):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_broken_heads_do_not_look_perfect(value):
-    """Where a label's logit, or another's, is no number: neither to the loss's accuracies nor to the estimate."""
+    """Logits that are NaN or infinite count as wrong guesses, in the loss's accuracies and in the estimate."""
     _, backbone, drafter, params, batch = heads_problem(K=1, T=13)
     rows = losses.rows(batch)
     features = drafter.features(params, backbone, TextRows(backbone.forward(*rows), *rows))
