@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import operator
 import shutil
 
 import numpy as np
@@ -157,6 +158,34 @@ def test_a_pause_ends_with_its_chunk_and_with_the_text(directory, free):
     for most, steps in ((5, 5), (100, 19)):
         state, progress = decode_loop(engine, model.variables, state, np.int32(most))
         assert progress.gate.steps_N.tolist() == [steps, 0, 0]
+
+
+def test_steps_after_a_short_match_do_not_copy(directory, free, costs):
+    """The text, and as many steps of both kinds as one counts along it."""
+    costs[:] = 1.0, 3.0, 0.1  # the largest size wherever there is a choice
+    model = load(directory, "prompt_lookup")
+    _, engine, request = model.plan(PROMPTS[1:], OPTIONS)
+    state, _ = begin(engine, model.variables, request)
+    _, progress = decode_loop(engine, model.variables, state, np.int32(100))
+    [plain] = model.generate(PROMPTS[1:], OPTIONS, tree="none")
+    assert progress.tokens_BO[0, :60].tolist() == plain.token_ids
+    [prompt], steps_N = request.prompts, [0, 0, 0]
+    text, at = [*prompt, *plain.token_ids], len(prompt)  # of the root
+    while at < len(text) - 1:
+        drafts = copies(text[: at + 1], engine.gated[-1].depth)
+        steps_N[2 if drafts else 0] += 1
+        right = map(operator.eq, drafts, text[at + 1 : -1])
+        at += 1 + sum(itertools.takewhile(bool, right))
+    assert progress.gate.steps_N.tolist() == steps_N and min(steps_N[::2]) > 3
+
+
+def copies(text, length):
+    """What followed the first occurrence of the last three or two tokens, repeated as often as needed; [] for none."""
+    for n in (3, 2):
+        for end in range(n, len(text)):
+            if text[end - n : end] == text[-n:]:
+                return list(itertools.islice(itertools.cycle(text[end:]), length))
+    return []
 
 
 def test_steps_are_timed_while_they_decode(directory, free, monkeypatch):

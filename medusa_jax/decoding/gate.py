@@ -106,6 +106,17 @@ class Gate(struct.PyTreeNode):
             rest_1=np.full(1, np.iinfo(np.int32).max if index == 0 else 0, np.int32),
         )
 
+    @property
+    def has_plain(self) -> jax.Array:
+        """Whether a step may be plain; if not, steps with one size are timed."""
+        return jnp.isfinite(self.ratio_N[0])
+
+    def counted(self, index: jax.Array | int, taken: jax.Array | int) -> "Gate":
+        """The gate after steps with a size that say nothing about drafts."""
+        return self.replace(
+            steps_N=self.steps_N + taken * (jnp.arange(len(self.depths)) == index)
+        )
+
     def reset(self, begins_1: jax.Array | bool) -> "Gate":
         """The gate with the counts of a text's beginning where `begins_1`: only the evidence."""
         first_3L = first_counts(self.rate_N, self.tested_L.shape[0])
@@ -158,8 +169,8 @@ class Gate(struct.PyTreeNode):
         emitted_B = jnp.where(running_B, accepted_B + 1, 0).astype(self.lost_1.dtype)
         emitted = jnp.sum(emitted_B) / jnp.sum(running_B)
         lost_1 = self.ratio_N[self.index_1] / self.ratio_N[0] - emitted
-        return self.replace(
-            steps_N=self.steps_N + taken * (jnp.arange(len(self.depths)) == self.index_1),
+        gate = self.counted(self.index_1, taken)
+        return gate.replace(
             accepted_L=keep * self.accepted_L + jnp.sum(accepted_LB, axis=1),
             tested_L=keep * self.tested_L + tested_L,
             expected_L=keep * self.expected_L + tested_L * rate_1,

@@ -2,11 +2,15 @@
 
 Plain steps draft nothing, so the drafter need not read their positions at once: they are *deferred*, and the
 drafter reads up to `DEFERRED` of them in one pass, at the latest before a step that drafts.
+
+A drafter that copies text knows beforehand what its drafts are worth: after too short a match (`least_match`) a step is
+plain, and the gate's rates are those of the other steps.
 """
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -109,7 +113,9 @@ def gated_step(
     """
     gate = state.gate
     assert gate is not None
-    chosen, running_B = gate.index_1[0], state.status_B == RUNNING
+    running_B = state.status_B == RUNNING
+    may_draft = ~gate.has_plain | match_is_worth(engine, state, running_B)
+    chosen = jnp.where(may_draft, gate.index_1[0], 0)
     is_full = jnp.any(deferred.n_B == DEFERRED)
     state, deferred = caught_up(engine, variables, state, deferred, is_full | (chosen > 0))
     none = jnp.zeros((), jnp.int32)
@@ -128,8 +134,18 @@ def gated_step(
             return with_size(sized, variables, carry)
 
         result = lax.while_loop(is_due, one_step, result)
-    gate = gate.after_step(result.accepted_B, result.levels, running_B, result.taken)
+    after = gate.after_step(result.accepted_B, result.levels, running_B, result.taken)
+    unchanged = gate.counted(0, result.taken)
+    gate = jax.tree.map(partial(jnp.where, may_draft), after, unchanged)
     return result._replace(state=result.state.replace(gate=gate))
+
+
+def match_is_worth(engine: Engine, state: DecodeState, running_B: jax.Array) -> jax.Array:
+    """Whether a row's match is long enough to draft; True for drafters that do not copy."""
+    if not isinstance(engine.drafter, CopiesText):
+        return jnp.array(True)
+    _, match_B = engine.drafter.copied(state.drafter, state.root_B, 1)
+    return jnp.any(running_B & (match_B >= engine.drafter.least_match))
 
 
 def step_with(engine: Engine, variables: Params, before: StepResult) -> StepResult:

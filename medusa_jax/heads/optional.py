@@ -58,7 +58,14 @@ class SupportsInduction(Protocol):
 
 @runtime_checkable
 class CopiesText(Protocol):
-    """All drafts are tokens of the text so far: they count as copied, and cost nothing."""
+    """All drafts are tokens of the text so far: they count as copied, and cost nothing.
+
+    Attributes:
+      least_match: tokens that have to match for drafts to be worth their step.
+    """
+
+    @property
+    def least_match(self) -> int: ...
 
     def copied(
         self, state: PyTree, root_B: jax.Array, n: int
