@@ -46,17 +46,14 @@ def describe(
 ) -> Json:
     """The object that --json prints.
 
-    With a comparison, all times are medians of its runs, so rates and speed-up agree.
-
     Args:
+      comparison: its drafted run, with the median times of its runs, is then reported instead of `result`,
+        whose steps may have taken other trees: so lengths, rates and speed-up agree.
       form: how the prompt was read, "chat", "raw text" or "a middle".
     """
     if comparison is not None:
-        result = dataclasses.replace(
-            result,
-            prefill_seconds=comparison.drafted.prefill_seconds,
-            decode_seconds=comparison.drafted.decode_seconds,
-        )
+        seconds = result.compile_seconds
+        result = dataclasses.replace(comparison.drafted, compile_seconds=seconds)
     device = jax.devices()[0]
     facts: Json = {name: getattr(result, name) for name in RESULT}
     facts["mean_accepted_length"] = round(result.mean_accepted_length, 4)
@@ -82,12 +79,13 @@ def describe(
     return facts
 
 
-def summary(facts: Json, load_seconds: float, first_seconds: float) -> str:
+def summary(facts: Json, loaded: float, first: float, read: float) -> str:
     """One line of measurements.
 
     Args:
-      load_seconds: from the start of the command until the model was loaded.
-      first_seconds: from then on to the first token.
+      loaded: seconds from the start of the command until the model was loaded.
+      first: seconds from then on to the first token.
+      read: those of them in which the prompt was read.
     """
     weights = facts["weights"]
     storage = "" if weights == facts["dtype"] else f", {weights} weights"
@@ -98,11 +96,10 @@ def summary(facts: Json, load_seconds: float, first_seconds: float) -> str:
         f"{facts['guarantee'].partition(':')[0]}, {facts['dtype']}{storage}, "
         f"{facts['device'].split(':')[0]}"
     )
-    reading = facts["prefill_seconds"]
-    compiling = first_seconds - reading
+    compiling = first - read
     line += (
-        f"), first token after {load_seconds + first_seconds:.1f} s: loaded in {load_seconds:.1f} s, "
-        f"compiled in {compiling:.1f} s, prompt read in {reading:.2f} s"
+        f"), first token after {loaded + first:.1f} s: loaded in {loaded:.1f} s, "
+        f"compiled in {compiling:.1f} s, prompt read in {read:.2f} s"
     )
     if (later := facts["compile_seconds"] - compiling) >= 0.1:
         line += f"; steps compiled in {later:.1f} s"
@@ -113,10 +110,9 @@ def summary(facts: Json, load_seconds: float, first_seconds: float) -> str:
     if facts["speedup"] is None:
         line += "no step to compare, the text ended with its first token, "
     else:
-        ratio = facts["step_latency_ratio"]
         line += (
-            f"speed-up {facts['speedup']:.2f}x: {facts['speedup'] * ratio:.2f} tokens a step at "
-            f"{ratio:.2f}x the step latency, "
+            f"speed-up {facts['speedup']:.2f}x: mean accepted length "
+            f"{facts['mean_accepted_length']:.2f} at {facts['step_latency_ratio']:.2f}x the step latency, "
         )
     return line + ("identical text" if facts["identical"] else _difference(facts))
 

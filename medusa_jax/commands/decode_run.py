@@ -22,7 +22,7 @@ from medusa_jax.programs import use_compilation_cache
 from medusa_jax.text.chat import encode_prompt, is_chat_directory, is_chat_model
 from medusa_jax.text.tokenizer import Tokenizer
 
-# Fewer tokens a step mean that drafts have hardly helped a text.
+# A smaller mean accepted length means that drafts have hardly helped a text.
 HELPED = 1.1
 
 
@@ -208,9 +208,10 @@ def answer_one(
         inform(LEGEND)
     [result] = results
     facts = job.facts([0], [result], as_json=False)[0]
-    inform(summary(facts, load_seconds, first_seconds))
+    inform(summary(facts, load_seconds, first_seconds, result.prefill_seconds))
     may_draft = job.model.tree.n_nodes > 1
-    if may_draft and result.tree_nodes == 1 and 0 < result.mean_accepted_length < HELPED:
+    few = 0 < facts["mean_accepted_length"] < HELPED
+    if may_draft and facts["tree_nodes"] == 1 and few:
         drafter = job.model.drafter
         fitted = ", or a fitted tree (medusa calibrate)" if drafter.trained else ""
         inform(

@@ -1,5 +1,6 @@
 """decode.py, called in this process: flags, what it prints, and what it answers to bad input."""
 
+import dataclasses
 import io
 import json
 import re
@@ -15,9 +16,11 @@ from tiny import TEMPLATE, set_template, write_coder
 from medusa_jax import Options, load
 from medusa_jax.api.tree_choice import VARIABLE
 from medusa_jax.commands.decode import main
+from medusa_jax.commands.decode_report import describe, summary
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.decoding.constrained import MANY
 from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
+from medusa_jax.evaluate.compare import compare
 
 NEW = "20"
 FIELDS = dict.fromkeys(["text", "drafter", "acceptance", "guarantee"], str)
@@ -66,6 +69,19 @@ def test_text_and_json_with_the_documented_fields(decode):
     assert facts["speedup"] > 0 and facts["step_latency_ratio"] > 0
     assert facts["identical"] == (plain["token_ids"] == facts["token_ids"])
     assert (facts["first_divergence"] is None) == facts["identical"]
+
+
+def test_a_comparison_reports_a_timed_run_and_the_start_of_the_shown_one(directory):
+    model = load(directory, str(directory / "heads"), tree="chain:3")
+    [compared] = compare(model, ["the cat"], Options(max_new_tokens=20), repeats=1)
+    shown = dataclasses.replace(compared.autoregressive, compile_seconds=7.0)
+    facts = describe(model, shown, "greedy", Options(), compared)
+    assert facts["steps"] == compared.drafted.steps < shown.steps == 19
+    length = facts["speedup"] * facts["step_latency_ratio"]
+    assert facts["mean_accepted_length"] == pytest.approx(length, abs=1e-4)
+    said = summary(facts, 1.0, 8.0, 2.0)
+    assert said.count(f"mean accepted length {length:.2f}") == 2
+    assert "compiled in 6.0 s, prompt read in 2.00 s; steps compiled in 1.0 s" in said
 
 
 def test_what_is_advised_after_plain_steps(decode, monkeypatch):
