@@ -128,12 +128,20 @@ def test_sizes_are_nested(directory, drafter, nodes, free):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "nodes"), [("{directory}/own", 6), ("prompt_lookup", 13), ("none", 3)]
+    ("drafter", "nodes", "device", "form"),
+    [
+        ("{directory}/own", 6, "cpu", {}),
+        ("prompt_lookup", 13, "cpu", {}),
+        ("none", 3, "cpu", {}),
+        ("{directory}/heads", 4, "cpu", {"weights": "int8"}),  # narrow: the small tree
+        ("{directory}/heads", 10, "gpu", {}),  # the file was fitted to another device
+    ],
 )
-def test_copies_are_added_to_the_default_tree(directory, drafter, nodes):
-    model = load(directory, drafter, tree="auto+copy:2")
+def test_copies_join_auto(directory, free, monkeypatch, drafter, nodes, device, form):
+    monkeypatch.setattr(tree_choice.jax, "default_backend", lambda: device)
+    model = load(directory, drafter, tree="auto+copy:2", **form)
     assert model.tree.n_nodes == nodes and len(model.tree.copied_C) == 2
-    assert load(directory, drafter).parse_tree("auto+copy:2") == model.tree
+    assert load(directory, drafter, **form).parse_tree("auto+copy:2") == model.tree
 
 
 def test_few_nodes_where_weights_are_narrow_and_plain_decoding_alone_where_the_file_says_so():

@@ -173,7 +173,7 @@ class LoadedModel:
         elif not self.has_drafter and spec.isdecimal():
             raise no_heads
         else:
-            tree = parse_tree(spec, self.calibrated, auto=self.tree)
+            tree = parse_tree(spec, self.calibrated, self.tree)
         if tree.drafted.depth and not self.has_drafter:
             raise no_heads
         self.drafter.check_tree(tree)

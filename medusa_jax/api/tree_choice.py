@@ -77,16 +77,17 @@ class TreeChoice:
         file, platform = Path(directory or "?") / "tree.json", jax.default_backend()
         calibrated = load_tree_file(file) if directory and file.exists() else None
         chooses = spec == "auto" and steps_choose()
-        by_rows = dict[int, Tree]()
-        if calibrated and spec in ("auto", "bundled"):
-            by_rows = trees_by_rows(calibrated, platform)
-        if calibrated and chooses:
-            by_rows = by_rows or {batch: auto_tree(calibrated, platform)}
-            if is_narrow(storage) and calibrated.get("mark") != mark:
-                by_rows = {n: small_tree(t, calibrated) for n, t in by_rows.items()}
-        tree: str | Tree = tree_at(by_rows, batch) if by_rows else spec
+        rungs = trees_by_rows(calibrated, platform) if calibrated else {}
+        auto = rungs
+        if calibrated:
+            auto = rungs or {batch: auto_tree(calibrated, platform)}
+            if is_narrow(storage) and calibrated.get("mark") != mark and steps_choose():
+                auto = {n: small_tree(t, calibrated) for n, t in auto.items()}
+        by_rows = auto if spec == "auto" else rungs if spec == "bundled" else {}
+        tree = tree_at(by_rows, batch) if by_rows else spec
         if isinstance(tree, str):
-            tree = parse_tree(tree, calibrated, platform, drafter.default_tree)
+            default = tree_at(auto, batch) if auto else drafter.default_tree
+            tree = parse_tree(tree, calibrated, default)
         drafter.check_tree(tree)
         levels = max(1, *(t.drafted.depth for t in (tree, *by_rows.values())))
         return cls(tree, calibrated, by_rows, chooses, levels, mark)

@@ -107,28 +107,22 @@ def tree_at(by_rows: Mapping[int, Tree], rows: int) -> Tree:
     return by_rows[min((n for n in by_rows if n >= rows), default=max(by_rows))]
 
 
-def parse_tree(
-    spec: str,
-    calibrated: Json | None = None,
-    platform: str = "cpu",
-    auto: Tree | None = None,
-) -> Tree:
+def parse_tree(spec: str, calibrated: Json | None = None, auto: Tree | None = None) -> Tree:
     """Return the tree that a `--tree` value names.
 
     Args:
       spec: "none", "auto", "bundled" (the tree file's own choice), a number of nodes (root
         included), "cartesian:2,3", "chain:4", "copy:4" (tokens copied from the text) or the path of
         a JSON file. The suffix "+copy:4" replaces the tree's copied chain.
-      calibrated: content of the tree file next to the heads, for "auto" (its `choices`) and a
+      calibrated: content of the tree file next to the heads, for "bundled" (its `choices`) and a
         number (the first nodes of its `growth`).
-      platform: where the tree will run, see `auto_tree`.
-      auto: the tree that "auto" names without a tree file.
+      auto: the tree that "auto" means; None: the tree file's own choice.
     """
     spec, and_copies, copies = spec.partition("+copy:")
     if and_copies:
         if spec.startswith("copy:") or "+copy:" in copies:
             raise UserError(f"--tree {spec}{and_copies}{copies}: copy is given twice")
-        heads = parse_tree(spec, calibrated, platform, auto).drafted
+        heads = parse_tree(spec, calibrated, auto).drafted
         return Tree.from_choices([*heads.choices, *parse_tree(f"copy:{copies}").choices])
     kind, _, argument = spec.partition(":")
     try:
@@ -144,19 +138,17 @@ def parse_tree(
         raise UserError(
             f"--tree {spec!r}: write chain:4, copy:4 or cartesian:2,3 with whole numbers"
         ) from error
+    if spec == "auto" and auto is not None:
+        return auto
     if spec in ("auto", "bundled") or spec.isdecimal():
-        if spec == "auto" and calibrated is None and auto is not None:
-            return auto
         if calibrated is None:
             raise UserError(
                 f"--tree {spec} needs a tree file next to draft heads, which `medusa calibrate` fits: "
                 "without one give chain:4, copy:4, cartesian:2,3 or a file"
             )
-        if spec == "auto":
-            return auto_tree(calibrated, platform)
-        if spec == "bundled":
-            return file_tree(calibrated)
-        return tree_of_size(calibrated, int(spec))
+        if spec.isdecimal():
+            return tree_of_size(calibrated, int(spec))
+        return file_tree(calibrated)
     if not spec:
         raise UserError("--tree is empty: name a tree, a number of nodes or a file")
     if not Path(spec).exists() and not Path(spec).suffix and "/" not in spec:

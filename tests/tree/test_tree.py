@@ -134,7 +134,8 @@ def test_specs():
     assert parse_tree("chain:3") == Tree.chain(3)
     assert parse_tree("cartesian:2,3") == Tree.cartesian([2, 3])
     calibrated = {"choices": [[0], [1]], "growth": [[0], [0, 0], [1], [2]]}
-    assert parse_tree("auto", calibrated) == Tree.from_choices([[0], [1]])
+    assert parse_tree("bundled", calibrated) == Tree.from_choices([[0], [1]])
+    assert parse_tree("auto", calibrated, Tree.chain(2)) == Tree.chain(2)
     assert parse_tree("3", calibrated) == Tree.from_choices([[0], [0, 0]])
     assert parse_tree("1", calibrated) == Tree.none()
     assert parse_tree("2", {"choices": [[0], [1]]}) == Tree.from_choices([[0]])
