@@ -467,7 +467,7 @@ def test_requests_that_cannot_be(model, prompts, options, fields, words):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda m: m.guarantee("eager"), "not 'eager'"),
+        (lambda m: m.lossless("eager"), "not 'eager'"),
         (lambda m: m.parse_tree(3), "tree should be str | Tree"),
         (lambda m: m.parse_tree([[0]]), "tree should be str | Tree"),
         (lambda m: m.complete("a", "b", {"seed": 1}), "options should be Options"),

@@ -94,7 +94,7 @@ def test_bfloat16_with_native_products(tmp_path, monkeypatch):
     files = directory, directory + "/heads"
     model = medusa_jax.load(*files, tree="chain:2", dtype="bfloat16")
     assert (model.dtype, model.storage.weights) == (jnp.float32, "bfloat16")
-    assert model.guarantee("greedy") == "bitwise"
+    assert model.lossless("greedy") == "bitwise"
     _, params = hf.load_backbone(directory, make_mesh())
     table = params["embed_tokens"]["embedding"]
     held = model.variables["backbone"]["embed_tokens"]["embedding"]

@@ -114,8 +114,11 @@ class LoadedModel:
         """The implementation of products of few rows: "native" (our kernels) or "plain" (XLA's)."""
         return "native" if self.storage.panel else "plain"
 
-    def guarantee(self, acceptance: str) -> bool | str:
-        """Whether drafted text equals plain text: "bitwise", True (except at ties) or False."""
+    def lossless(self, acceptance: str) -> bool | str:
+        """Whether drafting keeps the text, or with "rejection" its distribution.
+
+        Returns: "bitwise", True (a text may differ at ties) or False.
+        """
         one_of("acceptance", acceptance, ("auto", *RULES))
         rule = rule_named("greedy" if acceptance == "auto" else acceptance)
         if not rule.lossless:

@@ -62,7 +62,7 @@ def describe(
         "drafter": result.drafter,
         "tree_nodes": result.tree_nodes,
         "acceptance": acceptance,
-        "lossless": model.guarantee(acceptance),
+        "lossless": model.lossless(acceptance),
         "guarantee": rule_named(acceptance).guarantee,
         "seed": options.seed,
         "dtype": str(model.dtype),
@@ -121,7 +121,7 @@ def _difference(facts: Json) -> str:
     position, gap = facts["first_divergence"]["position"], facts["first_divergence"]["gap"]
     if not facts["lossless"]:
         return f"other text from token {position} on (lossy acceptance)"
-    if facts["acceptance"] == "rejection":
+    if rule_named(facts["acceptance"]).by_drafts:
         return f"other draws from the same distribution from token {position} on"
     reason = "one text ends" if gap is None else f"score gap {gap:.2g}"
     return f"first difference at token {position} ({reason})"
