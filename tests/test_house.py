@@ -159,14 +159,13 @@ def test_no_circle_inside_a_room():
 
 # Budgets with 3% of slack, set when a large change ends. Lines of all files that decoding reaches by imports, with plain
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
-GENERATE_LINES = 6_835
+GENERATE_LINES = 7_075
 LINES, CHARACTERS = 51_700, 2_128_500
 TEST_LINES, SITE_WORDS = 33_090, 19_000
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",
     "commands/by_name.py": "the command's name",
-    "decoding/acceptance/__init__.py": "--acceptance",
     "files/layouts/registry.py": "a layout of heads, ours or another package's",
     "heads/registry.py": "a drafter, ours or another package's",
 }
@@ -196,8 +195,8 @@ def test_what_a_reader_of_decoding_cannot_avoid():
 
 # Lines of the package that a command has loaded when it ends.
 LOADED = {
-    "decode.py --prompt hi --max_new_tokens 2": 16_590,
-    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 17_320,
+    "decode.py --prompt hi --max_new_tokens 2": 16_804,
+    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 17_514,
     "train.py --config=configs/demo_medusa.py --config.dry_run": 12_660,
 }
 COUNT_LOADED = """

@@ -13,7 +13,7 @@ from medusa_jax.api.results import Options
 from medusa_jax.api.step_sizes import StepSizes
 from medusa_jax.api.tree_choice import TreeChoice, drafted_by
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.decoding.acceptance import RULES, rule_named
+from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError, one_of
@@ -120,7 +120,7 @@ class LoadedModel:
         Returns: "bitwise", True (a text may differ at ties) or False.
         """
         one_of("acceptance", acceptance, ("auto", *RULES))
-        rule = rule_named("greedy" if acceptance == "auto" else acceptance)
+        rule = RULES["greedy" if acceptance == "auto" else acceptance]
         if not rule.lossless:
             return False
         return "bitwise" if self.llama.kernels.bitwise and not rule.by_drafts else True
@@ -132,7 +132,7 @@ class LoadedModel:
         the weights, reads the heads again, as wide as the weights, and keeps both. Only other
         rules draft with what was learned.
         """
-        if not rule_named(acceptance).by_drafts:
+        if not RULES[acceptance].by_drafts:
             return self.variables | self.learned
         if self._read_wide is None:
             return self.variables
@@ -146,7 +146,7 @@ class LoadedModel:
             return None
         form = self.storage
         if self.drafter.trained:
-            by_drafts = rule_named(acceptance).by_drafts
+            by_drafts = RULES[acceptance].by_drafts
             form = form.of_deciding_drafts if by_drafts else form.of_drafts
         else:  # a draft model may have no blocks although the backbone has them
             leaves = jax.tree.leaves(heads, is_leaf=lambda x: isinstance(x, Stored))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from medusa_jax.api import Model, Options, Result
-from medusa_jax.decoding.acceptance import rule_named
+from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def describe(
         "tree_nodes": result.tree_nodes,
         "acceptance": acceptance,
         "lossless": model.lossless(acceptance),
-        "guarantee": rule_named(acceptance).guarantee,
+        "guarantee": RULES[acceptance].guarantee,
         "seed": options.seed,
         "dtype": str(model.dtype),
         "weights": model.storage.weights or str(model.dtype),
@@ -121,7 +121,7 @@ def _difference(facts: Json) -> str:
     position, gap = facts["first_divergence"]["position"], facts["first_divergence"]["gap"]
     if not facts["lossless"]:
         return f"other text from token {position} on (lossy acceptance)"
-    if rule_named(facts["acceptance"]).by_drafts:
+    if RULES[facts["acceptance"]].by_drafts:
         return f"other draws from the same distribution from token {position} on"
     reason = "one text ends" if gap is None else f"score gap {gap:.2g}"
     return f"first difference at token {position} ({reason})"

@@ -207,3 +207,18 @@ def filtered(kernels: Kernels, logits_BMV: jax.Array, sampling: Sampling) -> jax
         keep = lax.cond(any_B, likeliest, lambda w: everything, weight)
     keep &= weight >= sampling.min_p_B.astype(x.dtype)[:, None, None]
     return jnp.where(keep, x, minus_inf)
+
+
+def log_target_probs(
+    kernels: Kernels, logits_BMV: jax.Array, sampling: Sampling
+) -> jax.Array:
+    """log p of the token after each node: the distribution that plain sampling draws from.
+
+    Rows of temperature 0 have all mass on the most likely token, the first among equals.
+    """
+    log_p_BMV = jax.nn.log_softmax(filtered(kernels, logits_BMV, sampling), axis=-1)
+    token_V = jnp.arange(logits_BMV.shape[-1])
+    is_best_BMV = token_V[None, None] == kernels.best_token(logits_BMV)[..., None]
+    certain_BMV = jnp.where(is_best_BMV, 0.0, -jnp.inf)
+    greedy_B11 = (sampling.temperature_B == 0)[:, None, None]
+    return jnp.where(greedy_B11, certain_BMV.astype(log_p_BMV.dtype), log_p_BMV)

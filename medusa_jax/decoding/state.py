@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from medusa_jax.decoding.acceptance import Rule, rule_named
+from medusa_jax.decoding.acceptance import RULES, Rule
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.sampling import Sampling
@@ -70,7 +70,7 @@ class Engine:
 
     @property
     def rule(self) -> Rule:
-        return rule_named(self.acceptance)
+        return RULES[self.acceptance]
 
     def backbone(self, variables: Params) -> Backbone:
         """The backbone with these parameters."""

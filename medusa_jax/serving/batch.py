@@ -11,7 +11,7 @@ from medusa_jax.api import Model
 from medusa_jax.api.step_sizes import text_is_free
 from medusa_jax.constraints.host_work import Guide
 from medusa_jax.decoding import constrained, rows
-from medusa_jax.decoding.acceptance import rule_named
+from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.penalties import PenaltyOptions
 from medusa_jax.decoding.prefill import PromptPiece
@@ -176,7 +176,7 @@ class Batch:
         position, n = max(0, reused - 1), len(request.prompts[0])
         if self._tokens_read(n - position) == self._tokens_read(n):
             position = 0  # saves nothing, and other pieces would round differently
-        if self._by_drafts[source] != rule_named(_rule(group)).by_drafts:
+        if self._by_drafts[source] != RULES[_rule(group)].by_drafts:
             position = 0  # other heads computed its drafter's state (`Model.variables_by`)
         return Reading(row, np.array(request.prompts[0], np.int32), position, group)
 
@@ -248,7 +248,7 @@ class Batch:
         row, extras = rows.split_extras(self._resized(reading.row, self.slots))
         row = rows.with_extras(row, parts_of(extras, reading.group))
         self._put(row, at)
-        self._by_drafts[at] = rule_named(_rule(reading.group)).by_drafts
+        self._by_drafts[at] = RULES[_rule(reading.group)].by_drafts
         return progress_of(row)
 
     def take(self, at: int, group: Group) -> Reading:

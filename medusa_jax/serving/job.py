@@ -12,7 +12,7 @@ from medusa_jax.api import Model, Options, StoppingText
 from medusa_jax.api.results import logprobs_of_row, results_of
 from medusa_jax.constraints.guide import SLOW_MASKS, Patience
 from medusa_jax.constraints.host_work import Guide
-from medusa_jax.decoding.acceptance import rule_named
+from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Progress
@@ -140,7 +140,7 @@ class Job:
         rule = self.request.acceptance
         rule = "auto" if rule in ("greedy", "sampled") else rule
         # Other rules read drafts.
-        is_lossless = rule == "auto" or not rule_named(rule).by_drafts
+        is_lossless = rule == "auto" or not RULES[rule].by_drafts
         return Group(
             self.request.drafts,
             rule,

@@ -4,25 +4,12 @@ Each rule follows the contract of `rule.py`. `greedy` and `sampled` are lossless
 lossless in distribution, `typical` is lossy.
 """
 
-import importlib
-
+from medusa_jax.decoding.acceptance.rejection import REJECTION
 from medusa_jax.decoding.acceptance.rule import Accepted, Drafts, Rule, Verified
+from medusa_jax.decoding.acceptance.targets import GREEDY, SAMPLED
+from medusa_jax.decoding.acceptance.typical import TYPICAL
 
-__all__ = ["RULES", "Accepted", "Drafts", "Rule", "Verified", "rule_named"]
+__all__ = ["RULES", "Accepted", "Drafts", "Rule", "Verified"]
 
-# The files of the rules.
-RULES = {
-    "greedy": "targets", "rejection": "rejection", "sampled": "targets", "typical": "typical",
-}  # fmt: skip
-
-
-def rule_named(name: str) -> Rule:
-    """The rule with this name.
-
-    Raises:
-      KeyError: no rule has it.
-    """
-    # A seam: `--acceptance` chooses.
-    module = importlib.import_module(f"{__name__}.{RULES[name]}")
-    rules = (x for x in vars(module).values() if isinstance(x, Rule))
-    return next(rule for rule in rules if rule.name == name)
+# By name: the values of `--acceptance`.
+RULES = {rule.name: rule for rule in (GREEDY, REJECTION, SAMPLED, TYPICAL)}

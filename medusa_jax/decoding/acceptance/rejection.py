@@ -28,7 +28,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified
-from medusa_jax.decoding.sampling import Sampling, filtered, gumbel
+from medusa_jax.decoding.sampling import Sampling, gumbel, log_target_probs
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.tree.tree import Tree
 
@@ -42,21 +42,6 @@ def draft_noise(
 ) -> jax.Array:
     """Gumbel noise [B, D, O] that orders the drafts at these positions."""
     return gumbel(sampling.stream(DRAFT).key_B, positions_BD, tokens, dtype)
-
-
-def log_target_probs(
-    kernels: Kernels, logits_BMV: jax.Array, sampling: Sampling
-) -> jax.Array:
-    """log p of the token after each node: the distribution that plain sampling draws from.
-
-    Rows of temperature 0 have all mass on the most likely token, the first among equals.
-    """
-    log_p_BMV = jax.nn.log_softmax(filtered(kernels, logits_BMV, sampling), axis=-1)
-    token_V = jnp.arange(logits_BMV.shape[-1])
-    is_best_BMV = token_V[None, None] == kernels.best_token(logits_BMV)[..., None]
-    certain_BMV = jnp.where(is_best_BMV, 0.0, -jnp.inf)
-    greedy_B11 = (sampling.temperature_B == 0)[:, None, None]
-    return jnp.where(greedy_B11, certain_BMV.astype(log_p_BMV.dtype), log_p_BMV)
 
 
 def uniform(key_B: jax.Array, position_B: jax.Array, n: int) -> jax.Array:

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.decoding.acceptance.rejection import log_target_probs
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
 from medusa_jax.decoding.copies import Nodes
-from medusa_jax.decoding.sampling import Sampling
+from medusa_jax.decoding.sampling import Sampling, log_target_probs
 from medusa_jax.model.kernels import Kernels
 
 
