@@ -73,14 +73,14 @@ def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> 
     def propose(drafted: Tree) -> Proposal:
         if drafted.n_nodes == 1:
             return Proposal(state.root_B[:, None])
-        noise_BDO = None
+        noise_BKO = None
         if engine.rule.noise is not None:
-            position_BD = state.length_B[:, None] + 1 + jnp.arange(drafted.depth)[None, :]
+            position_BK = state.length_B[:, None] + 1 + jnp.arange(drafted.depth)[None, :]
             dtype = at_least_f32(engine.llama.dtype)
-            noise_BDO = engine.rule.noise(
-                state.sampling, position_BD, backbone.scored, dtype
+            noise_BKO = engine.rule.noise(
+                state.sampling, position_BK, backbone.scored, dtype
             )
-        rank = partial(rank_guesses, engine, state, backbone, noise_BDO)
+        rank = partial(rank_guesses, engine, state, backbone, noise_BKO)
         request = DraftRequest(state.root_B, drafted, rank)
         return engine.drafter.propose(heads, backbone, state.drafter, request)
 
@@ -99,7 +99,7 @@ def rank_guesses(
     engine: Engine,
     state: DecodeState,
     backbone: Backbone,
-    noise_BDO: jax.Array | None,
+    noise_BKO: jax.Array | None,
     depth: int,
     logits: jax.Array,
 ) -> Ranked:
@@ -109,7 +109,7 @@ def rank_guesses(
     penalise the guesses of all depths.
 
     Args:
-      noise_BDO: the rule's noise of the scored tokens at every depth; None if it draws nothing.
+      noise_BKO: the rule's noise of the scored tokens at every depth; None if it draws nothing.
       logits: [B, O] or [B, P, O].
     """
     text_BS = state.text_BS if engine.no_repeat_ngram_size and depth == 1 else None
@@ -119,9 +119,9 @@ def rank_guesses(
         engine, state.sampling, backbone, place, logits.reshape(B, -1, O)
     )
     scores_BPO = logits_BPO
-    if noise_BDO is not None:
+    if noise_BKO is not None:
         temperature_B1 = state.sampling.temperature_B[:, None].astype(logits.dtype)
-        scaled_BO = temperature_B1 * noise_BDO[:, depth - 1]
+        scaled_BO = temperature_B1 * noise_BKO[:, depth - 1]
         scores_BPO = logits_BPO + scaled_BO[:, None]
     return Ranked(logits_BPO.reshape(logits.shape), scores_BPO.reshape(logits.shape))
 

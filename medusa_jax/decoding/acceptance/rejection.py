@@ -38,10 +38,10 @@ DRAFT, TEST = 2**31, 2**31 + 1
 
 
 def draft_noise(
-    sampling: Sampling, positions_BD: jax.Array, tokens: int | jax.Array, dtype: DTypeLike
+    sampling: Sampling, positions_BK: jax.Array, tokens: int | jax.Array, dtype: DTypeLike
 ) -> jax.Array:
-    """Gumbel noise [B, D, O] that orders the drafts at these positions."""
-    return gumbel(sampling.stream(DRAFT).key_B, positions_BD, tokens, dtype)
+    """Gumbel noise [B, K, O] that orders the drafts at these positions."""
+    return gumbel(sampling.stream(DRAFT).key_B, positions_BK, tokens, dtype)
 
 
 def uniform(key_B: jax.Array, position_B: jax.Array, n: int) -> jax.Array:

@@ -68,7 +68,7 @@ class Verified(NamedTuple):
         return self.length_B[:, None] + jnp.asarray(self.drafts.tree.depth_M)[None, :]
 
 
-# (sampling parameters, positions [B, D], the number of tokens or their ids [O], dtype) -> noise [B, D, O].
+# (sampling parameters, positions [B, K], the number of tokens or their ids [O], dtype) -> noise [B, K, O].
 NoiseFn = Callable[[Sampling, jax.Array, int | jax.Array, Any], jax.Array]
 
 

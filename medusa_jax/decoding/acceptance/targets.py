@@ -52,14 +52,14 @@ def target_tokens(
 
 
 def _noise(
-    sampling: Sampling, positions_BD: jax.Array, tokens: int | jax.Array, dtype: DTypeLike
+    sampling: Sampling, positions_BK: jax.Array, tokens: int | jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """Gumbel noise, which is not drawn where every row has temperature 0."""
     O = tokens if isinstance(tokens, int) else len(tokens)
     return lax.cond(
         jnp.any(sampling.temperature_B > 0),
-        lambda: gumbel(sampling.key_B, positions_BD, tokens, dtype),
-        lambda: jnp.zeros((*positions_BD.shape, O), dtype),
+        lambda: gumbel(sampling.key_B, positions_BK, tokens, dtype),
+        lambda: jnp.zeros((*positions_BK.shape, O), dtype),
     )
 
 
