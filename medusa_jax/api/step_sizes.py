@@ -21,7 +21,7 @@ def text_is_free(engine: Engine, dtype: np.dtype) -> bool:
     It depends on them if the rule reads the drafts, and in 16-bit arithmetic, where passes over different numbers
     of tokens round differently.
     """
-    return engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
+    return not engine.rule.by_drafts and dtype.itemsize >= 4
 
 
 @dataclass
