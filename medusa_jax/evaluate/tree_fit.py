@@ -96,7 +96,6 @@ def fit_tree(
         "temperature": options.temperature,
         "acceptance": "sampled" if options.temperature > 0 else "greedy",
         "batch": batches[0],
-        "values": "joint",
         "date": date.today().isoformat(),
         "evidence": {
             "prompts": len(prompts),
