@@ -22,7 +22,7 @@ from medusa_jax.host_calls import HostFunction
 if TYPE_CHECKING:
     from medusa_jax.constraints.host_work import Guide
 
-MIN_PROMPT = 16
+MIN_PROMPT = 16  # shorter prompts are padded to it, and share its programs
 
 
 @dataclass
@@ -146,8 +146,8 @@ def successive_sizes(engine: Engine, longest_prompt: int, needed: int) -> list[i
 
 
 def output_slots(engine: Engine, limit: int) -> int:
-    """Slots for new tokens: `limit` plus a whole path, rounded up to a power of two.
+    """Slots for new tokens: `limit` plus a whole path, rounded up to a power of two, at least 64.
 
-    Requests with similar limits share one compiled program.
+    Requests with similar limits, and all with small ones, share one compiled program; a slot takes few bytes.
     """
     return power_of_two(limit + engine.tree.path_length, 64)
