@@ -96,7 +96,7 @@ def copied_tokens(
     return lax.cond(any_predicted, with_predicted, lambda: (copies_BL, length_B))
 
 
-def with_copies(
+def fill_with_copies(
     tree: Tree,
     propose: Callable[[Tree], Proposal],
     text_BS: jax.Array,

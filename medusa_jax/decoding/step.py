@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.decoding.acceptance import Accepted, Drafts, Verified
-from medusa_jax.decoding.copies import Nodes, with_copies
+from medusa_jax.decoding.copies import Nodes, fill_with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import adjust, after_nodes, after_text
@@ -88,7 +88,7 @@ def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> 
     if tree.copied_C.size:
         assert state.text_BS is not None  # `Engine.keeps_text`
         texts = state.text_BS, state.length_B, state.status_B == RUNNING
-        copied = with_copies(tree, propose, *texts, state.predicted_BP)
+        copied = fill_with_copies(tree, propose, *texts, state.predicted_BP)
         (nodes_BM, ranked), filled = copied
     else:
         nodes_BM, ranked = propose(tree)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planted import drafted, plain_texts, planted, random_model
 from tiny import tiny_arch
 
-from medusa_jax.decoding.copies import NGRAM, copied_tokens, with_copies
+from medusa_jax.decoding.copies import NGRAM, copied_tokens, fill_with_copies
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.evaluate.ranks import copied_lengths
@@ -91,7 +91,7 @@ def test_spares_are_used_where_the_text_does_not_repeat(texts, running, repeats)
         return Proposal(nodes_BM)
 
     arguments = map(np.array, (texts, [4] * len(texts), running))
-    run = jax.jit(with_copies, static_argnums=(0, 1))
+    run = jax.jit(fill_with_copies, static_argnums=(0, 1))
     (nodes_BM, _), filled = run(tree, propose, *arguments)
     jax.effects_barrier()
     # No spares are drafted where the chain is copied.
