@@ -102,7 +102,7 @@ def host_part(
     Raises:
       UserError: a guide reached a limit (without threads).
     """
-    tree, nodes_BM = engine.tree.in_every_step, read.nodes_BM.copy()
+    tree, nodes_BM = engine.tree.fixed, read.nodes_BM.copy()
     B, M = nodes_BM.shape
     allowed_BMW = np.full((B, M, words(engine.llama.config.vocab_size)), ALL)
     works = {}
@@ -147,7 +147,7 @@ def step(
     few, status_B, nodes_BM, allowed_BMW = host_part(
         engine, guides, read, workers or Workers()
     )
-    tree = engine.tree.in_every_step
+    tree = engine.tree.fixed
     size = size or (few and engine.short) or tree
     kept_N = _places(size, tree)
     nodes_BN: Any = nodes_BM[:, kept_N]
@@ -250,7 +250,7 @@ def step_sizes(
     engine: Engine, variables: Params, state: DecodeState
 ) -> tuple[DecodeState, Progress]:
     """Take a step of each size, to compile them."""
-    tree, inputs = engine.tree.in_every_step, host_inputs(engine, variables, state)
+    tree, inputs = engine.tree.fixed, host_inputs(engine, variables, state)
     for size in {engine.short or tree, tree}:
         state, inputs = step(engine, variables, state, {}, inputs, size=size)
     return state, inputs.progress

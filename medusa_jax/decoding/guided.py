@@ -52,7 +52,7 @@ def draft_and_guess(
 ) -> tuple[Drafts, jax.Array]:
     """Draft the next tree, with the guesses after its nodes."""
     # The host needs one fixed tree, so no step may choose between the chain and the spares.
-    tree = engine.tree.in_every_step
+    tree = engine.tree.fixed
     drafts = draft(engine, variables, state, tree)
     guesses_BMK = guesses_after(engine.kernels, tree, drafts)
     if not engine.rule.by_drafts:  # only such rules read the scores

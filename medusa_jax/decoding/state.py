@@ -58,7 +58,7 @@ class Engine:
             object.__setattr__(self, "tree", self.tree.dense)
         elif self.rule.by_drafts:
             # All rows together choose chain or spares; here a text would then depend on other rows.
-            object.__setattr__(self, "tree", self.tree.in_every_step)
+            object.__setattr__(self, "tree", self.tree.fixed)
         if self.llama.taps != self.drafter.taps:
             tapped = self.llama.clone(taps=self.drafter.taps)
             object.__setattr__(self, "llama", tapped)

@@ -41,7 +41,7 @@ def take_steps(
 
     @jax.jit
     def one(variables: Params, state: DecodeState) -> Json:
-        drafts = parts.draft(engine, variables, state, engine.tree.in_every_step)
+        drafts = parts.draft(engine, variables, state, engine.tree.fixed)
         verified = parts.verify(engine, variables, state, drafts)
         _, logits_BMV = parts.adjusted(engine, variables, state, verified)
         scores_MV = logits_BMV[0]

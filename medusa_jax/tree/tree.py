@@ -149,8 +149,8 @@ class Tree:
         return Tree.from_choices([*guesses, *_chain(COPIED, depth)])
 
     @cached_property
-    def in_every_step(self) -> "Tree":
-        """A tree of the same size for fixed use: half of the chain, and the best spares for the rest.
+    def fixed(self) -> "Tree":
+        """A tree of the same size without a choice between chain and spares: half of the chain, and the best spares.
 
         Example: [[-1], [-1, -1], [-1, -1, -1]] with the spares [0], [1], [0, 0] gives [[0], [-1], [-1, -1]].
         """

@@ -156,6 +156,6 @@ def test_rules_that_read_the_drafts_copy_nothing_or_have_no_spares():
     engine = Engine(llama, planted(CONFIG), TREE, "rejection")
     assert engine.tree == TREE.drafted.dense and not engine.keeps_text
     some = Tree.from_choices([[0], [1], [0, 0], [-1], [-1, -1], [2]])
-    assert SPARED.in_every_step == some and TREE.in_every_step == TREE
+    assert SPARED.fixed == some and TREE.fixed == TREE
     assert Engine(llama, planted(CONFIG), SPARED, "typical").tree == some
     assert Engine(llama, planted(CONFIG), SPARED).tree == SPARED
