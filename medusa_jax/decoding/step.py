@@ -24,19 +24,15 @@ from medusa_jax.sharding import Params
 from medusa_jax.tree.tree import Tree
 
 
-def decode_step(
-    engine: Engine, variables: Params, state: DecodeState, tree: Tree | None = None
-) -> DecodeState:
-    """Draft a tree, verify it in one backbone pass, keep the accepted path (Medusa 2.1).
+def decode_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
+    """Draft the engine's tree, verify it in one backbone pass, keep the accepted path (Medusa 2.1).
 
     Args:
       engine: compile-time constants.
       variables: {"backbone": prepared backbone parameters, "heads": head parameters}.
       state: the rows, with `engine.free_slots` free slots in every running row.
-      tree: the tree's arrays, by default the engine's as constants. Property tests pass traced
-        arrays instead, so that many trees share one compiled program.
     """
-    drafts = draft(engine, variables, state, tree or engine.tree)
+    drafts = draft(engine, variables, state, engine.tree)
     return after_draft(engine, variables, state, drafts)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import sampling_of
-from trees import TreeArrays, trees
+from trees import TracedTree, trees
 
 from medusa_jax.cpu import library
 from medusa_jax.decoding.acceptance import Drafts, Verified
@@ -56,7 +56,7 @@ def test_walk_finds_the_longest_path_that_matches(tree, seed, p):
     rng = np.random.default_rng(seed)
     matched = rng.random((4, 10)) < p
     score = rng.standard_normal((4, 10)).astype(np.float32)
-    arrays = TreeArrays.of(tree)
+    arrays = TracedTree.of(tree)
     for tie_break in (None, score):
         path_BL, n_B, best_B = traced_walk(matched, arrays, tie_break)
         for row in range(4):
@@ -87,7 +87,7 @@ def test_a_cpu_computes_target_tokens_of_the_accepted_path_alone(tree, seed):
     of_text = {text: 4 * rng.standard_normal(3) for text in texts}
     logits = np.array([of_text[text] for text in texts]).reshape(4, 10, 3)
     sampling = sampling_of(4, np.array([1.0, 0.0, 0.7, 1.2]), top_p=0.9)
-    outcomes = both_ways(nodes, logits, TreeArrays.of(tree), sampling, np.arange(4))
+    outcomes = both_ways(nodes, logits, TracedTree.of(tree), sampling, np.arange(4))
     for at_once, down in zip(*outcomes):
         np.testing.assert_array_equal(at_once, down)
 
@@ -133,7 +133,7 @@ def test_typical_acceptance_is_the_papers_rule():
         sampling = sampling.replace(
             epsilon_B=np.full(2, epsilon), delta_B=np.full(2, delta)
         )
-        got = traced_typical(nodes, logits, TreeArrays.of(tree), sampling)
+        got = traced_typical(nodes, logits, TracedTree.of(tree), sampling)
         for row in range(2):
             # Temperatures are stored as float32.
             args = (np.float64(np.float32(temperature)), *thresholds)

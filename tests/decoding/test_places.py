@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import PROMPTS, decoded, fresh_medusa, texts_of
 from tiny import tiny_arch
-from trees import TreeArrays, trees
+from trees import TracedTree, trees
 
 from medusa_jax.decoding import generation
 from medusa_jax.decoding.constrained import host_inputs
@@ -41,7 +41,7 @@ def test_every_node_has_the_bars_of_its_path(tree, seed, n):
     kinds, S, length = 3, 30, np.array([rng.integers(0, 20), 20])
     text = rng.integers(0, kinds, (2, S))
     nodes = rng.integers(0, kinds, (2, tree.n_nodes))
-    texts = _texts_of_nodes(text, length, nodes, TreeArrays.of(tree))
+    texts = _texts_of_nodes(text, length, nodes, TracedTree.of(tree))
     last = length[:, None] + tree.depth_M[None, :]
     flat = jnp.zeros((*nodes.shape, kinds))
     got = jax.jit(bar_repeats, static_argnums=3)(flat, texts, last, n)

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import decoder, random_params
-from trees import TreeArrays
+from trees import TracedTree
 
 from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding import constrained, generation
 from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
 from medusa_jax.decoding.state import Engine, Progress, progress_of
-from medusa_jax.decoding.step import decode_step
+from medusa_jax.decoding.step import after_draft, draft
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.heads.drafter import Backbone, Drafter, Proposal
 from medusa_jax.heads.registry import make_drafter
@@ -103,14 +103,15 @@ def planted(config: LlamaConfig) -> Planted:
 
 
 @partial(jax.jit, static_argnums=0)
-def decode_traced(engine: Engine, variables, state, tree: TreeArrays) -> Progress:
+def decode_traced(engine: Engine, variables, state, tree: TracedTree) -> Progress:
     """Run to the end with a tree that is traced; `engine.tree` only gives the sizes."""
 
     def running(state):
         return jnp.any(state.status_B == RUNNING)
 
     def step(state):
-        return decode_step(engine, variables, state, tree)
+        drafts = draft(engine, variables, state, tree)
+        return after_draft(engine, variables, state, drafts)
 
     return progress_of(jax.lax.while_loop(running, step, state))
 
@@ -153,7 +154,7 @@ def drafted(
         state, cache_sizes = generation.begin(engine, variables, request)
         if len(cache_sizes) > 1:  # this loop does not grow the cache
             state = generation.grow(engine, cache_sizes[-1], state)
-        progress = decode_traced(engine, variables, state, TreeArrays.of(tree))
+        progress = decode_traced(engine, variables, state, TracedTree.of(tree))
     check_counts(progress)
     return progress
 

@@ -25,7 +25,7 @@ WILD = Tree.from_choices(
     meta_fields=["n_nodes", "depth", "path_length", "max_rank"],
 )
 @dataclasses.dataclass
-class TreeArrays:
+class TracedTree:
     """A tree as traced arrays: one compilation serves all trees of these sizes."""
 
     parent_M: jax.Array
@@ -40,7 +40,7 @@ class TreeArrays:
     copied_C: ClassVar[np.ndarray] = np.zeros(0, int)
 
     @property
-    def drafted(self) -> "TreeArrays":
+    def drafted(self) -> "TracedTree":
         """Nothing is copied in it."""
         return self
 
@@ -49,7 +49,7 @@ class TreeArrays:
         return self.rank_M < 0
 
     @classmethod
-    def of(cls, tree: Tree, max_rank: int = 9) -> "TreeArrays":
+    def of(cls, tree: Tree, max_rank: int = 9) -> "TracedTree":
         names = ("parent_M", "depth_M", "rank_M", "mask_MM", "ancestors_ML")
         arrays = (jnp.asarray(getattr(tree, name)) for name in names)
         return cls(*arrays, tree.n_nodes, tree.depth, tree.path_length, max_rank)
