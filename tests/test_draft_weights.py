@@ -6,10 +6,10 @@ from tiny import write_heads, write_model
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.heads.hydrapp import HydraPPConfig
 from medusa_jax.model.stored import Codes
+from medusa_jax.native import library
 from medusa_jax.serving import Request, Server
 from medusa_jax.tree.tree import Tree
 

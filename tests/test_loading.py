@@ -13,7 +13,6 @@ from training_setup import setup_of, tiny_config
 import medusa_jax
 from medusa_jax.api import load
 from medusa_jax.config import LlamaConfig
-from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
 from medusa_jax.files import hf, hf_writer, source
@@ -21,6 +20,7 @@ from medusa_jax.files.fingerprint import Fingerprint, fingerprint
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
 from medusa_jax.model import convert
 from medusa_jax.model.stored import Codes
+from medusa_jax.native import library
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import setup
 from medusa_jax.tree.tree import Tree

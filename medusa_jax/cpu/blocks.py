@@ -12,7 +12,7 @@ from medusa_jax.native import loaded, panel
 from medusa_jax.sharding import Params, PyTree
 
 
-def prepare(
+def read_blocks(
     config: LlamaConfig, part: Params, blocks: Params, others: Params, storage: Storage
 ) -> Params:
     """Convert an entry of the backbone: `BlockRows` to panels of the same blocks, or, for embeddings of

@@ -57,6 +57,6 @@ def choose_kernels(
 def begin_loading(mesh: Mesh) -> None:
     """Begin to load the kernels that `choose_kernels` waits for, or to compile them."""
     if platform_of(mesh) == "cpu" and mesh.size == 1:
-        from medusa_jax import cpu
+        from medusa_jax import native
 
-        cpu.begin_loading()
+        native.begin_loading()

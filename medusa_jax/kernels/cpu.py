@@ -32,7 +32,7 @@ class CpuKernels(Kernels):
 
     @property
     def calls_host(self) -> bool:
-        from medusa_jax.cpu import asks  # only constrained text asks
+        from medusa_jax.native import asks  # only constrained text asks
 
         return asks()
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax import cpu
+from medusa_jax import cpu, native
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.cache import KVCache, Pair
@@ -28,9 +28,9 @@ def engine_kernels(dtype: np.dtype, head_dim: int) -> "PanelKernels | None":
     Raises:
       UserError: MEDUSA_JAX_PRODUCTS is unknown or cannot be followed.
     """
-    if not cpu.usable(dtype):
+    if not native.usable(dtype):
         return None
-    layers = dtype == jnp.float32 and head_dim > 0 and cpu.attends(head_dim)
+    layers = dtype == jnp.float32 and head_dim > 0 and native.attends(head_dim)
     return EngineKernels() if layers else PanelKernels()
 
 
@@ -40,11 +40,11 @@ class PanelKernels(CpuKernels):
 
     @property
     def panel(self) -> int:
-        return cpu.panel()
+        return native.panel()
 
     @property
     def mark(self) -> str:
-        return cpu.mark()
+        return native.mark()
 
     def panels(
         self, kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Storage
@@ -59,7 +59,7 @@ class PanelKernels(CpuKernels):
         others: Params,
         storage: Storage,
     ) -> Params:
-        return cpu.prepare(config, part, blocks, others, storage)
+        return cpu.read_blocks(config, part, blocks, others, storage)
 
     def layer(
         self,
@@ -93,7 +93,7 @@ class EngineKernels(PanelKernels):
         return PanelKernels()
 
     def fuses(self, head_dim: int) -> bool:
-        return cpu.attends(head_dim)
+        return native.attends(head_dim)
 
     def norm(
         self, x: jax.Array, scale_D: jax.Array, eps: float, dtype: DTypeLike

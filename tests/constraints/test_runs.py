@@ -19,12 +19,12 @@ from medusa_jax import Options, Tree, UserError
 from medusa_jax.constraints.child import grammar_of
 from medusa_jax.constraints.grammars import BLANKS
 from medusa_jax.constraints.runs import Layout, forced
-from medusa_jax.cpu import asks, library
 from medusa_jax.decoding import constrained, generation
 from medusa_jax.decoding.constrained import FEW, MANY, with_runs
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.stopping import PAUSED
 from medusa_jax.host_calls import HostFunction
+from medusa_jax.native import asks, library
 
 guidance = pytest.importorskip("llguidance")
 pytestmark = pytest.mark.usefixtures("x64")

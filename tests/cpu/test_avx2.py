@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from children import output_of
 
-from medusa_jax.cpu import library
 from medusa_jax.devices.machine import processor
+from medusa_jax.native import library
 
 CHILD = """
 import sys
 
 import pytest
 
-from medusa_jax.cpu import library
+from medusa_jax.native import library
 
 assert library().panel == 16, "two vectors of eight"
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))

@@ -13,10 +13,10 @@ from cases import thinned, wide
 from gguf_files import SCALES, gguf, random_blocks
 
 from medusa_jax.compiler import FLAGS, SOURCES
-from medusa_jax.cpu import library
 from medusa_jax.cpu.blocks import pack_blocks, packs
 from medusa_jax.cpu.panels import FORMS, Panels, in_blocks, panels
 from medusa_jax.model.stored import Storage
+from medusa_jax.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 # The compilers of Linux and of macOS.

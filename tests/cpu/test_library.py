@@ -12,11 +12,11 @@ import pytest
 
 import medusa_jax.compiler as made
 from medusa_jax.compiler import find_or_compile
-from medusa_jax.cpu import library
 from medusa_jax.errors import UserError
 from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.convert import choose_storage
 from medusa_jax.model.stored import Storage
+from medusa_jax.native import library
 from medusa_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
@@ -133,8 +133,7 @@ assert "jax" not in sys.modules
 from pathlib import Path
 
 import numpy as np
-from medusa_jax.cpu import panel
-from medusa_jax.native import loaded
+from medusa_jax.native import loaded, panel
 from medusa_jax.cpu.panels import Panels, in_panels
 
 words = in_panels(np.ones((8, 3), np.float32), panel())

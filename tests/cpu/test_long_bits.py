@@ -5,7 +5,7 @@ import pytest
 
 import medusa_jax
 from medusa_jax.api import Options
-from medusa_jax.cpu import library
+from medusa_jax.native import library
 
 pytestmark = [
     pytest.mark.slow,

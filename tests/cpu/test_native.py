@@ -14,7 +14,7 @@ from shapes import SHAPES, tiny_shape
 from tiny import random_heads, random_params, tiny_arch
 from trees import random_tree
 
-from medusa_jax.cpu import library, norm
+from medusa_jax.cpu import norm
 from medusa_jax.cpu import rotate as rotate_native
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.decoding.request import DecodeRequest
@@ -27,6 +27,7 @@ from medusa_jax.model.convert import decoder, prepare, store
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.rope import rotate
 from medusa_jax.model.stored import Storage
+from medusa_jax.native import library
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.tree import Tree
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from medusa_jax.compiler import VARIANTS, shipped
-from medusa_jax.cpu import library
 from medusa_jax.devices.machine import processor
+from medusa_jax.native import library
 
 ROOT = Path(__file__).parents[2]
 CHILD = """
 import hashlib, pathlib
 import numpy as np
 from medusa_jax.compiler import PARTS
-from medusa_jax.cpu import library, panel
+from medusa_jax.native import library, panel
 from medusa_jax.cpu.panels import Panels, in_panels
 
 native, digest = library(), hashlib.sha256()

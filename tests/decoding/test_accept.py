@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from planted import sampling_of
 from trees import TracedTree, trees
 
-from medusa_jax.cpu import library
 from medusa_jax.decoding.acceptance import Drafts, Verified
 from medusa_jax.decoding.acceptance.rule import walk
 from medusa_jax.decoding.acceptance.targets import (
@@ -24,6 +23,7 @@ from medusa_jax.decoding.acceptance.typical import accept_typical
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.kernels.one_cpu import PanelKernels
 from medusa_jax.model.kernels import Kernels
+from medusa_jax.native import library
 from medusa_jax.tree.tree import Tree
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)

@@ -17,8 +17,8 @@ from tiny import random_params
 
 import medusa_jax
 from medusa_jax.api.results import Options
-from medusa_jax.cpu import library
 from medusa_jax.files.hf_writer import save_backbone
+from medusa_jax.native import library
 from medusa_jax.tree.tree import Tree
 
 # The authors' code has as many key and value heads as query heads.

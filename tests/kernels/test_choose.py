@@ -9,7 +9,6 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from tiny import random_params, tiny_arch, write_model
 
 import medusa_jax
-from medusa_jax.cpu import library
 from medusa_jax.errors import UserError
 from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.kernels.cpu import CpuKernels
@@ -18,6 +17,7 @@ from medusa_jax.kernels.one_cpu import EngineKernels, PanelKernels
 from medusa_jax.kernels.tpu import TpuKernels
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.llama import Llama
+from medusa_jax.native import library
 from medusa_jax.sharding import AXES, make_mesh
 
 DEVICES = {

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_jax.cpu import library
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.kernels.one_cpu import EngineKernels
 from medusa_jax.kernels.tpu import TpuKernels
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
+from medusa_jax.native import library
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
 

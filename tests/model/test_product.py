@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from closeness import assert_close
 
-from medusa_jax.cpu import library
 from medusa_jax.kernels.cuda import PRODUCT_ROWS, CudaKernels
 from medusa_jax.kernels.one_cpu import PanelKernels
 from medusa_jax.model.convert import store
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Codes, Storage
+from medusa_jax.native import library
 
 RNG = np.random.default_rng(0)
 

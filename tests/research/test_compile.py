@@ -10,9 +10,9 @@ import pytest
 from cases import wide
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.cpu import library
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_writer import config_to_hf
+from medusa_jax.native import library
 from research.compiled import command, targets
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"

@@ -30,7 +30,6 @@ from trees import random_tree
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.commands.decode_report import describe
-from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.evaluate.weight_bytes import bytes_per_token, stored_as
@@ -38,6 +37,7 @@ from medusa_jax.files.gguf.reader import read_gguf
 from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.hub import resolve
+from medusa_jax.native import library
 
 native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 D, F = 256, 512
