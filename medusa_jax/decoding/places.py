@@ -80,9 +80,9 @@ def adjust(
       choose from.
     """
     if places.text_BPS is not None:
-        n, at = engine.no_repeat_ngram_size, backbone.places
+        n, columns_of = engine.no_repeat_ngram_size, backbone.columns_of
         text = places.text_BPS, places.last_BP
-        logits_BPO = bar_repeats(logits_BPO, *text, n, at, sampling.barred_B)
+        logits_BPO = bar_repeats(logits_BPO, *text, n, columns_of, sampling.barred_B)
     scores_BPO = logits_BPO
     if places.counts_BPV is not None:
         assert sampling.penalties is not None

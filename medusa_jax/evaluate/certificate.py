@@ -90,7 +90,7 @@ def _replay(
     fused_PD = states_PE
     if isinstance(drafter, TappedDrafter):
         fused_PD = drafter.fused(params, backbone, hidden_BTE)[0, :P]
-    return fused_PD, jnp.stack(logits), backbone.tokens(jnp.arange(backbone.outputs))
+    return fused_PD, jnp.stack(logits), backbone.ids_of(jnp.arange(backbone.outputs))
 
 
 def replay(model: Model, text_T: np.ndarray, read_APD: np.ndarray) -> list[np.ndarray]:

@@ -51,7 +51,7 @@ def rank_tuples(
             text_BCT = jnp.broadcast_to(tokens_BT[:, None, :], (*positions_BC.shape, T))
             last_BC = jnp.minimum(positions_BC + 1, T - 1)
             logits_BCO = bar_repeats(
-                logits_BCO, text_BCT, last_BC, no_repeat_ngram_size, backbone.places
+                logits_BCO, text_BCT, last_BC, no_repeat_ngram_size, backbone.columns_of
             )
         if noise is None:
             return logits_BCO

@@ -82,9 +82,9 @@ class TextRows(NamedTuple):
     dropout_key: jax.Array | None = None
 
 
-def shift_left(x: jax.Array, places: int) -> jax.Array:
-    """Shift x [B, T, ...] left by `places` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
-    shifted = x[:, places:]
+def shift_left(x: jax.Array, by: int) -> jax.Array:
+    """Shift x [B, T, ...] left by `by` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
+    shifted = x[:, by:]
     pad = ((0, 0), (0, x.shape[1] - shifted.shape[1])) + ((0, 0),) * (x.ndim - 2)
     return jnp.pad(shifted, pad)
 
@@ -131,17 +131,17 @@ class Backbone:
         """The tokens that its LM head scores: their ids [O], or V for all."""
         return self.outputs if self.ids_O is None else self.ids_O
 
-    def tokens(self, places: jax.Array) -> jax.Array:
-        """Token ids of indices into the logits."""
-        return places if self.ids_O is None else self.ids_O[places]
+    def ids_of(self, columns: jax.Array) -> jax.Array:
+        """Token ids of columns of the logits."""
+        return columns if self.ids_O is None else self.ids_O[columns]
 
-    def places(self, tokens: jax.Array) -> jax.Array:
-        """Indices of these tokens in the logits; O (out of range) for tokens without a logit."""
+    def columns_of(self, ids: jax.Array) -> jax.Array:
+        """Columns of these tokens in the logits; O (out of range) for tokens without a logit."""
         if self.ids_O is None:
-            return tokens
-        place = jnp.searchsorted(self.ids_O, tokens)
-        is_scored = self.ids_O[jnp.minimum(place, self.outputs - 1)] == tokens
-        return jnp.where(is_scored, place, self.outputs)
+            return ids
+        column = jnp.searchsorted(self.ids_O, ids)
+        is_scored = self.ids_O[jnp.minimum(column, self.outputs - 1)] == ids
+        return jnp.where(is_scored, column, self.outputs)
 
     def of_scored(self, x: jax.Array) -> jax.Array:
         """Entries of an array [..., V] for the scored tokens: [..., O]."""

@@ -52,9 +52,9 @@ def label_ranks(
             scores_BCO = drafter.head_logits(params, backbone, k, features_BCD)
             if score is not None:
                 scores_BCO = score(k, scores_BCO, positions_BC)
-            place_BC = backbone.places(labels_BC)
-            is_scored_BC = place_BC < backbone.outputs
-            score_BC1 = jnp.take_along_axis(scores_BCO, place_BC[..., None], axis=-1)
+            column_BC = backbone.columns_of(labels_BC)
+            is_scored_BC = column_BC < backbone.outputs
+            score_BC1 = jnp.take_along_axis(scores_BCO, column_BC[..., None], axis=-1)
             # NaN counts as better than the label, and a label without a finite score as a miss, so that broken
             # heads do not look perfect.
             is_scored_BC &= jnp.isfinite(score_BC1[..., 0])

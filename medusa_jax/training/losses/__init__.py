@@ -60,7 +60,7 @@ def delay(x_BT: jax.Array, by: int) -> jax.Array:
     return jnp.pad(x_BT, ((0, 0), (by, 0)) + ((0, 0),) * (x_BT.ndim - 2))[:, :T]
 
 
-def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, places: int) -> jax.Array:
+def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> jax.Array:
     """Positions t with a target at t + ahead: [B, T] bool.
 
     Tokens t+1 ... t+ahead must all be counted and in the segment of t (0 is padding).
@@ -72,7 +72,7 @@ def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, places: int) -> 
         pair      0 1 1 1 0 0   1 0 0        (t = 1 predicts B: A and B are both counted)
     """
     mask = segment_ids_BT != 0
-    for step in range(1, places + 1):
+    for step in range(1, ahead + 1):
         same_segment = shift_left(segment_ids_BT, step) == segment_ids_BT
         mask &= same_segment & shift_left(counted_BT, step)
     return mask
@@ -101,7 +101,7 @@ def pair_counts(batch: Batch, offsets: tuple[int, ...]) -> jax.Array:
     T = batch["tokens"].shape[-1]
     counted = batch["counted"].reshape(-1, T)
     segments = batch["segment_ids"].reshape(-1, T)
-    masks = [pair_mask(counted, segments, places) for places in offsets]
+    masks = [pair_mask(counted, segments, ahead) for ahead in offsets]
     if "anchors" in batch:
         index_BA = batch["anchors"].reshape(len(counted), -1)
         masks = [jnp.take_along_axis(mask, index_BA, axis=1) for mask in masks]

@@ -44,7 +44,7 @@ def induction_loss(
     check(drafter)
     assert isinstance(drafter, SupportsInduction)
     q_BTNH, k_BGTH = drafter.queries_keys(params, backbone, text)
-    scored_BT = backbone.places(batch["tokens"]) < backbone.outputs
+    scored_BT = backbone.columns_of(batch["tokens"]) < backbone.outputs
     pairs_BT = pair_mask(batch["counted"], batch["segment_ids"], 2)
     return induction_sum(q_BTNH, k_BGTH, batch, pairs_BT & shift_left(scored_BT, 2))
 

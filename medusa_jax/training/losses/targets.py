@@ -64,9 +64,9 @@ def head_targets(
       hidden_BTE: the backbone's hidden states.
     """
     T, D = batch["tokens"].shape[1], backbone.llama.config.d_model
-    places_BT = backbone.places(batch["tokens"])
-    scored_BT = places_BT < backbone.outputs
-    labels_BT = jnp.where(scored_BT, places_BT, 0)
+    columns_BT = backbone.columns_of(batch["tokens"])
+    scored_BT = columns_BT < backbone.outputs
+    labels_BT = jnp.where(scored_BT, columns_BT, 0)
     before_BTD = lax.stop_gradient(delay(hidden_BTE[..., :D], 1))
     pairs_K = [
         pair_mask(batch["counted"], batch["segment_ids"], k + 2)
