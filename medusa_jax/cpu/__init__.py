@@ -1,4 +1,4 @@
-"""The engine for one CPU: kernels of our own for XLA, compiled on the machine they run on.
+"""The native kernels for one CPU: operations for XLA, compiled on the machine they run on.
 
 `kernels/one_cpu.py` calls:
 

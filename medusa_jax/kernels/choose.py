@@ -21,12 +21,12 @@ def choose_kernels(
     """The fastest kernels for these devices, which need not be here.
 
     MEDUSA_JAX_ATTENTION=own disables attention kernels. On one CPU, MEDUSA_JAX_PRODUCTS chooses whether a model is
-    decoded by our engine: "plain", "native", or "" where it can be compiled.
+    decoded by the native kernels: "plain", "native", or "" where they can be compiled.
 
     Args:
       mesh: None: the mesh in sight, else the default device.
       dtype: the type that a model is decoded in; None: for training, or for parameters in plain form.
-      head_dim: of that model's attention; 0: without whole layers by the engine.
+      head_dim: of that model's attention; 0: without whole native layers.
 
     Raises:
       UserError: MEDUSA_JAX_PRODUCTS is unknown or cannot be followed.
@@ -45,10 +45,10 @@ def choose_kernels(
     if name != "cpu":
         return PLAIN
     if mesh is not None and mesh.size == 1 and dtype is not None:
-        from medusa_jax.kernels.one_cpu import engine_kernels
+        from medusa_jax.kernels.one_cpu import native_kernels
 
-        if engine := engine_kernels(jnp.dtype(dtype), head_dim):
-            return engine
+        if kernels := native_kernels(jnp.dtype(dtype), head_dim):
+            return kernels
     from medusa_jax.kernels.cpu import CpuKernels
 
     return CpuKernels()

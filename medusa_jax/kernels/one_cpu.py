@@ -1,4 +1,4 @@
-"""Our engine for one CPU device (`cpu/`): products in panels, and whole layers in one call.
+"""The native kernels for one CPU device (`cpu/`): products in panels, and whole layers in one call.
 
 XLA for CPU reads kernels below memory speed and rounds by the number of rows. The products are
 `Panels.product`.
@@ -22,8 +22,8 @@ from medusa_jax.model.stored import Storage, Stored
 from medusa_jax.sharding import Params
 
 
-def engine_kernels(dtype: np.dtype, head_dim: int) -> "PanelKernels | None":
-    """The engine's kernels for a model that computes in this type; None if it cannot or must not run.
+def native_kernels(dtype: np.dtype, head_dim: int) -> "PanelKernels | None":
+    """The native kernels for a model that computes in this type; None if they cannot or must not run.
 
     Raises:
       UserError: MEDUSA_JAX_PRODUCTS is unknown or cannot be followed.
@@ -31,12 +31,12 @@ def engine_kernels(dtype: np.dtype, head_dim: int) -> "PanelKernels | None":
     if not native.usable(dtype):
         return None
     layers = dtype == jnp.float32 and head_dim > 0 and native.attends(head_dim)
-    return EngineKernels() if layers else PanelKernels()
+    return LayerKernels() if layers else PanelKernels()
 
 
 @dataclass(frozen=True)
 class PanelKernels(CpuKernels):
-    """Kernels in panels, whose products are the engine's; norms, rotations and attention are XLA's."""
+    """Kernels in panels, whose products are native; norms, rotations and attention are XLA's."""
 
     @property
     def panel(self) -> int:
@@ -81,10 +81,10 @@ class PanelKernels(CpuKernels):
 
 
 @dataclass(frozen=True)
-class EngineKernels(PanelKernels):
+class LayerKernels(PanelKernels):
     """Also layers of few tokens, norms and rotations, in float32: rounded alike in every program."""
 
-    # The engine's attention reads only the text.
+    # The native attention reads only the text.
     least_slots: ClassVar[int] = 512
     bitwise: ClassVar[bool] = True
 

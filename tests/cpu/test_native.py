@@ -21,7 +21,7 @@ from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.kernels.cpu import CpuKernels
-from medusa_jax.kernels.one_cpu import EngineKernels
+from medusa_jax.kernels.one_cpu import LayerKernels
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.convert import decoder, prepare, store
 from medusa_jax.model.llama import Llama
@@ -56,10 +56,10 @@ def test_a_product_in_panels(rows, inputs, outputs, weights):
     def run(x, kernel):
         """The product, the kernel as it is stored without panels, some rows alone."""
         storage = Storage(library().panel, weights)
-        [panels] = store({"kernel": kernel}, storage, EngineKernels()).values()
+        [panels] = store({"kernel": kernel}, storage, LayerKernels()).values()
         [plain] = store({"kernel": kernel}, Storage(0, weights)).values()
         got, *alone = (
-            EngineKernels().multiply(part, panels, jnp.float32)
+            LayerKernels().multiply(part, panels, jnp.float32)
             for part in (x, *(x[row : row + 1] for row in some))
         )
         return got, plain, alone
@@ -140,8 +140,7 @@ def test_a_fused_layer_call(weights, options):
 
     params = random_params(config, 1)
     native, plain = (
-        jax.jit(partial(run, kernels))(params)
-        for kernels in (EngineKernels(), CpuKernels())
+        jax.jit(partial(run, kernels))(params) for kernels in (LayerKernels(), CpuKernels())
     )
     assert_close(native, plain, roundings=8192 if weights == "int8" else 256)
 
@@ -165,7 +164,7 @@ def stored_model(config, weights):
     params = random_params(config, 0)
     weights, _, bits = weights.partition("/")
     storage = Storage(library().panel, weights, activations=int(bits or 16))
-    kernels = EngineKernels()
+    kernels = LayerKernels()
     llama = decoder(config, jnp.float32, make_mesh(), storage, kernels)
     stored = jax.jit(lambda p: store(prepare(p, config, jnp.float32, 0), storage, kernels))
     return llama, stored(params)
@@ -297,7 +296,7 @@ def test_layers_of_draft_heads_are_native_calls(name):
         return nodes, [r.logits for r in ranked], kept
 
     run = jax.jit(run, static_argnums=0)
-    (nodes, *native), (wanted, *plain) = run(EngineKernels()), run(CpuKernels())
+    (nodes, *native), (wanted, *plain) = run(LayerKernels()), run(CpuKernels())
     np.testing.assert_array_equal(nodes, wanted)
     assert_close(native, plain, roundings=1024)
-    assert "medusa_layer" in run.lower(EngineKernels()).as_text()
+    assert "medusa_layer" in run.lower(LayerKernels()).as_text()

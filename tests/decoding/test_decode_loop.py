@@ -31,7 +31,7 @@ from medusa_jax.decoding.stopping import LIMIT, STOPPED
 from medusa_jax.devices.platforms import Program
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.kernels.cpu import CpuKernels
-from medusa_jax.kernels.one_cpu import EngineKernels
+from medusa_jax.kernels.one_cpu import LayerKernels
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -325,8 +325,8 @@ MORE = 1 + 3 * 3 + 3 + 4 + 4
         (120, 130, CpuKernels(), planted(CONFIG), [128, 256]),
         (100, 480, CpuKernels(), planted(CONFIG), [128, 256, 512]),
         (300, 310, CpuKernels(), planted(CONFIG), [512]),
-        (1, 40, EngineKernels(), planted(CONFIG), [512]),
-        (100, 520, EngineKernels(), planted(CONFIG), [512, 1024]),
+        (1, 40, LayerKernels(), planted(CONFIG), [512]),
+        (100, 520, LayerKernels(), planted(CONFIG), [512, 1024]),
         (128 - MORE, 1, CpuKernels(), LOOKAHEAD, [128]),
         (128 - MORE + 1, 1, CpuKernels(), LOOKAHEAD, [256]),
     ],

@@ -13,7 +13,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.kernels.cuda import CudaKernels
-from medusa_jax.kernels.one_cpu import EngineKernels, PanelKernels
+from medusa_jax.kernels.one_cpu import LayerKernels, PanelKernels
 from medusa_jax.kernels.tpu import TpuKernels
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.llama import Llama
@@ -62,9 +62,9 @@ def test_the_devices_and_a_variable_choose(platform, expected, own, monkeypatch)
 
 
 @pytest.mark.skipif(library() is None, reason="no C++ compiler")
-def test_one_cpu_decodes_by_the_engine(monkeypatch):
+def test_one_cpu_decodes_by_the_native_kernels(monkeypatch):
     mesh = make_mesh()
-    assert choose_kernels(mesh, "float32", 32) == EngineKernels()
+    assert choose_kernels(mesh, "float32", 32) == LayerKernels()
     assert choose_kernels(mesh, "float32", 6) == PanelKernels()  # no whole vectors
     assert choose_kernels(mesh, "bfloat16", 32) == PanelKernels()
     assert choose_kernels(mesh, "float64", 32) == choose_kernels(mesh) == CpuKernels()
@@ -101,7 +101,7 @@ def test_a_model_is_loaded_with_the_kernels_that_are_given(tmp_path):
     """`medusa_jax.load(kernels=...)` goes through storage, backbone and heads."""
     write_model(tmp_path, head_dim=32)
     texts = []
-    for kernels in (CpuKernels(), Kernels(), EngineKernels()):
+    for kernels in (CpuKernels(), Kernels(), LayerKernels()):
         model = medusa_jax.load(
             tmp_path, tmp_path / "heads", kernels=kernels, draft_weights="float32"
         )

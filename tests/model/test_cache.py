@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_jax.kernels.cpu import CpuKernels
-from medusa_jax.kernels.one_cpu import EngineKernels
+from medusa_jax.kernels.one_cpu import LayerKernels
 from medusa_jax.kernels.tpu import TpuKernels
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
@@ -17,8 +17,8 @@ from medusa_jax.native import library
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-engine = pytest.mark.skipif(library() is None, reason="no C++ compiler")
-ALL = [Kernels(), CpuKernels(), pytest.param(EngineKernels(), marks=engine), TpuKernels()]
+native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+ALL = [Kernels(), CpuKernels(), pytest.param(LayerKernels(), marks=native), TpuKernels()]
 
 
 @pytest.fixture(scope="module", params=ALL, ids=lambda kernels: type(kernels).__name__)
