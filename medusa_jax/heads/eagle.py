@@ -24,8 +24,8 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.bounds import AtLeast
-from medusa_jax.heads.autoregressive import Autoregressive, Stack
 from medusa_jax.heads.drafter import Backbone, Params
+from medusa_jax.heads.levels import LevelDrafter, Stack
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, Linear
 from medusa_jax.model.masks import CausalMask
@@ -65,7 +65,7 @@ class Layers(Stack):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle(Autoregressive):
+class Eagle(LevelDrafter):
     """The layers continue the backbone's final hidden states."""
 
     heads: EagleConfig

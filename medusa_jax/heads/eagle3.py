@@ -5,7 +5,7 @@
     a'_i = x_i + MLP(norm(x_i))                   logits of token i + 2 = LM-Head(norm(a'_i))
 
 a is g for accepted positions and the parent's a' for drafted ones; e embeds the next token.
-`autoregressive.py`, shared with EAGLE-1, drafts and trains the levels. The LM head belongs
+`levels.py`, shared with EAGLE-1, drafts and trains the levels. The LM head belongs
 to the drafter, usually over a draft vocabulary (`vocabulary.py`); the embedding is the
 backbone's.
 
@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
-from medusa_jax.heads.autoregressive import Autoregressive, Stack
 from medusa_jax.heads.drafter import Backbone, Params
+from medusa_jax.heads.levels import LevelDrafter, Stack
 from medusa_jax.heads.tapped import TappedDrafter
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, Linear, RMSNorm
@@ -129,7 +129,7 @@ class Layers(Stack):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3(TappedDrafter, Autoregressive):
+class Eagle3(TappedDrafter, LevelDrafter):
     """The layers continue streams from inside the backbone."""
 
     heads: Eagle3Config

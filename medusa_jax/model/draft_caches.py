@@ -29,7 +29,7 @@ LayerCache = Pair | DraftCache
 
 
 class LevelCache(DraftCache):
-    """The levels of drafts above one, in training (`heads/autoregressive.py`).
+    """The levels of drafts above one, in training (`heads/levels.py`).
 
     Attributes:
       text: keys and values [B, G, T, H] of the first level; row t sees rows up to t.

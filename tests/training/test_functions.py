@@ -18,7 +18,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.layouts import own_heads
 from medusa_jax.files.layouts.heads_io import open_heads
-from medusa_jax.heads.autoregressive import Autoregressive
+from medusa_jax.heads.levels import LevelDrafter
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.training import losses
@@ -37,7 +37,7 @@ def problem(name, **fields):
     cfg.model.arch = ARCH
     heads = {"lm_head": "own", "draft_vocab": len(IDS)} if name == "eagle3" else {}
     cfg.heads = family.small_heads(name, **{"n_heads": 3} | heads | fields)
-    if isinstance(make_drafter(cfg.heads, ARCH), Autoregressive):
+    if isinstance(make_drafter(cfg.heads, ARCH), LevelDrafter):
         cfg.train.levels = 3
     frozen = {"backbone": jax.tree.map(jnp.asarray, random_params(ARCH, 0))}
     if cfg.heads.draft_vocab:

@@ -78,7 +78,7 @@ class Stack(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Autoregressive(Drafter):
+class LevelDrafter(Drafter):
     """One set of layers for all depths, under "heads_0"; the state is their cache."""
 
     @property
