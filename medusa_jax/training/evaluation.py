@@ -27,7 +27,7 @@ class Evaluator:
     ):
         self.stage, self.mesh, self.rows = stage, mesh, rows
         self.size, self.total = size, total
-        drafter, grouped = stage.drafter, stage.backbone
+        drafter, grouped = stage.drafter, stage.grouped
 
         @jax.jit
         def sums(params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:

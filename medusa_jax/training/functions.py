@@ -64,7 +64,7 @@ class HeadFunctions:
         self._stage = make_stage(train, arch, groups, drafter, lora, 1)
         self.heads, self.arch, self.taps = drafter.heads, arch, drafter.taps
         self._levels = loss_view(drafter, train.levels)
-        self._grouped = self._stage.backbone
+        self._grouped = self._stage.grouped
 
     def init(self, key: jax.Array, frozen: Params) -> Params:
         """Fresh float32 parameters, as docs/formats.md lists them, in nested dictionaries."""

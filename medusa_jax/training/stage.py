@@ -46,7 +46,7 @@ class Stage:
       loss: the minimised function.
       init: (key, existing groups) -> the trained groups that do not exist yet.
       lambda_0: step -> weight of the heads' loss, if it is one of two terms.
-      backbone: builds the backbone from its groups.
+      grouped: builds the backbone from its groups.
       drafter: the heads; None without heads.
       taps: layers of the backbone that the heads read (`Drafter.taps`).
       hidden: (frozen, batch) -> hidden states of a frozen backbone; the loss reads them from the batch if
@@ -61,7 +61,7 @@ class Stage:
     loss: LossFn
     init: Callable[[jax.Array, PyTree], PyTree]
     lambda_0: Callable[[jax.Array], jax.Array]
-    backbone: "GroupedBackbone"
+    grouped: "GroupedBackbone"
     drafter: Drafter | None = None
     taps: tuple[int, ...] = ()
     hidden: Callable[[PyTree, PyTree], jax.Array] | None = None
@@ -119,7 +119,7 @@ def make_stage(
         kernels=choose_kernels(mesh),
         taps=taps,
     )
-    backbone = GroupedBackbone(llama, lora, train.backbone_loss == "kl")
+    grouped = GroupedBackbone(llama, lora, train.backbone_loss == "kl")
     init = partial(fresh_groups, arch, drafter, lora.rank)
     lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
     offsets: tuple[int, ...] = (1,) if trains_backbone else ()
@@ -132,13 +132,13 @@ def make_stage(
         groups,
         arch,
         offsets,
-        loss=StageLoss(backbone, train, view, trains_backbone),
+        loss=StageLoss(grouped, train, view, trains_backbone),
         init=init,
         lambda_0=lambda_0,
-        backbone=backbone,
+        grouped=grouped,
         drafter=drafter,
         taps=taps,
-        hidden=None if trains_backbone else backbone.hidden_states,
+        hidden=None if trains_backbone else grouped.hidden_states,
         draft_vocab=drafter.heads.draft_vocab if drafter else 0,
         anchors=train.anchors if drafter else 0,
     )
