@@ -19,8 +19,9 @@ from medusa_jax.arch import STORED
 from medusa_jax.console import inform
 from medusa_jax.decoding.request import begin_keys
 from medusa_jax.errors import between
-from medusa_jax.files import generation, hf
+from medusa_jax.files import hf
 from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.text_defaults import TextDefaults, name_unapplied, text_defaults
 from medusa_jax.kernels.choose import begin_loading
 from medusa_jax.mapped import kept
 from medusa_jax.model.convert import place_part
@@ -115,7 +116,7 @@ def load(
     if dtype != "float64" and kernels is None:
         begin_loading(devices)
     files = open_model(model_path, None if tokenizer is None else fspath(tokenizer))
-    generation.name_unapplied(files.directory, files.defaults.unapplied)
+    name_unapplied(files.directory, files.defaults.unapplied)
     form = choose_form(
         files.base, devices, dtype, weights, draft_weights, activations, kernels
     )
@@ -171,9 +172,9 @@ class ModelFiles:
         return sorted(self.tokenizer.eos_ids | declared_eos_ids(self.directory))
 
     @cached_property
-    def defaults(self) -> generation.TextDefaults:
+    def defaults(self) -> TextDefaults:
         """The publisher's defaults for texts."""
-        return generation.text_defaults(self.directory)
+        return text_defaults(self.directory)
 
     def ngram_size(self, value: int | None) -> int:
         """`no_repeat_ngram_size`, or the size that the model's publisher recommends."""

@@ -32,7 +32,6 @@ import medusa_jax
 from medusa_jax import Options
 from medusa_jax.api.load import open_model
 from medusa_jax.config import LlamaConfig
-from medusa_jax.files.generation import generation_config
 from medusa_jax.files.gguf import architecture, convert
 from medusa_jax.files.gguf.directory import make_directory
 from medusa_jax.files.hf import BaseFiles
@@ -41,6 +40,7 @@ from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.hub import resolve
 from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.tensors import open_checkpoint
+from medusa_jax.files.text_defaults import generation_config
 from medusa_jax.model.llama import init_params
 from medusa_jax.text.tokenizer import load_tokenizer
 

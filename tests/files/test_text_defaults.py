@@ -6,15 +6,15 @@ import pytest
 import transformers
 from gguf_files import write
 
-from medusa_jax.files.generation import (
+from medusa_jax.files.gguf.convert import sampling_of
+from medusa_jax.files.gguf.reader import read_gguf
+from medusa_jax.files.text_defaults import (
     UNAPPLIED,
     UNAPPLIED_SAMPLING,
     TextDefaults,
     name_unapplied,
     text_defaults,
 )
-from medusa_jax.files.gguf.convert import sampling_of
-from medusa_jax.files.gguf.reader import read_gguf
 
 NEUTRAL = transformers.GenerationConfig._get_default_generation_params()
 
