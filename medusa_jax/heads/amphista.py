@@ -228,8 +228,7 @@ class Amphista(SeparateHeads):
         if h.blocks and h.position_encoding:
             encoding_KD = params["position_encoding"]["embedding"].astype(dtype)
             x_BKD = x_BKD + jnp.broadcast_to(encoding_KD, x_BKD.shape)
-        kernels = backbone.kernels.by_xla
-        block = HeadAttention(self.llama, dtype, h.plain_attention, kernels)
+        block = HeadAttention(self.llama, dtype, h.plain_attention, backbone.kernels)
         for j in range(h.blocks):
             x_BKD = applied(block, params[f"blocks_{j}"], x_BKD)
         return dropout(x_BKD, h.dropout, dropout_key)

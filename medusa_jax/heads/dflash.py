@@ -183,7 +183,7 @@ class DFlash(TappedDrafter):
     def fused(self, params: Params, backbone: Backbone, hidden_BTE: jax.Array) -> jax.Array:
         """c [B, T, D]."""
         c, mine, dtype = self.shape, params["heads_0"], backbone.llama.dtype
-        kernels, streams = backbone.kernels.by_xla, hidden_BTE[..., self.llama.d_model :]
+        kernels, streams = backbone.kernels, hidden_BTE[..., self.llama.d_model :]
         fc = Linear(c.d_model, False, dtype, kernels=kernels)
         norm = RMSNorm(c.rms_eps, dtype, kernels)
         return applied(norm, mine["hidden_norm"], applied(fc, mine["fc"], streams))
@@ -197,7 +197,7 @@ class DFlash(TappedDrafter):
     ) -> tuple[Pair, ...]:
         """The keys and values of c in every layer."""
         c, mine = self.shape, params["heads_0"]
-        dtype, kernels = backbone.llama.dtype, backbone.kernels.by_xla
+        dtype, kernels = backbone.llama.dtype, backbone.kernels
         c_BTD = self.fused(params, backbone, hidden_BTE)
         rope = rope_tables(c, positions_BT, dtype)
         attention = Attention(c, dtype, 0, kernels)
@@ -258,7 +258,7 @@ class DFlash(TappedDrafter):
         slots_K = jnp.arange(self.n_slots, dtype=position_BT.dtype)
         positions_BQ = (position_BT[:, :, None] + slots_K[None, None]).reshape(B, -1)
         c, mine, dtype = self.shape, params["heads_0"], backbone.llama.dtype
-        kernels = backbone.kernels.by_xla
+        kernels = backbone.kernels
         rope = rope_tables(c, positions_BQ, dtype)
         mask: Mask = CausalMask()  # a `BlockCache` does not read it
         if start_B is not None:

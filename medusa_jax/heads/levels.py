@@ -103,7 +103,7 @@ class LevelDrafter(Drafter):
     def run(
         self, params: Params, backbone: Backbone, *args: PyTree, **options: Any
     ) -> PyTree:
-        module = self.layers(backbone.llama.dtype, backbone.kernels.by_xla)
+        module = self.layers(backbone.llama.dtype, backbone.kernels)
         return module.apply({"params": params["heads_0"]}, *args, **options)
 
     def first_input(

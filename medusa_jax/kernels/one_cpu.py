@@ -61,19 +61,6 @@ class PanelKernels(CpuKernels):
     ) -> Params:
         return cpu.read_blocks(config, part, blocks, others, storage)
 
-    def layer(
-        self,
-        config: LlamaConfig,
-        params: Mapping[str, Any],
-        x_BTD: jax.Array,
-        rope: Pair,
-        mask: PathMask,
-        cache: Pair,
-        start_B: jax.Array,
-        input_BTI: jax.Array | None = None,
-    ) -> tuple[jax.Array, Pair]:
-        return cpu.layer(config, params, x_BTD, rope, mask, cache, start_B, input_BTI)
-
     def best_token(self, scores: jax.Array) -> jax.Array:
         if scores.dtype != jnp.float32:
             return super().best_token(scores)
@@ -88,12 +75,21 @@ class LayerKernels(PanelKernels):
     least_slots: ClassVar[int] = 512
     bitwise: ClassVar[bool] = True
 
-    @property
-    def by_xla(self) -> PanelKernels:
-        return PanelKernels()
-
     def fuses(self, head_dim: int) -> bool:
         return native.attends(head_dim)
+
+    def layer(
+        self,
+        config: LlamaConfig,
+        params: Mapping[str, Any],
+        x_BTD: jax.Array,
+        rope: Pair,
+        mask: PathMask,
+        cache: Pair,
+        start_B: jax.Array,
+        input_BTI: jax.Array | None = None,
+    ) -> tuple[jax.Array, Pair]:
+        return cpu.layer(config, params, x_BTD, rope, mask, cache, start_B, input_BTI)
 
     def norm(
         self, x: jax.Array, scale_D: jax.Array, eps: float, dtype: DTypeLike

@@ -238,11 +238,6 @@ class Kernels:
         """Names compiled kernels of our own in measurements; None: there are none."""
         return None
 
-    @property
-    def by_xla(self) -> "Kernels":
-        """The same kernels with the norms, rotations and layers of XLA."""
-        return self
-
     def panels(
         self, kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Storage
     ) -> Stored:

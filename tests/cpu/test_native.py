@@ -18,7 +18,9 @@ from medusa_jax.cpu import norm
 from medusa_jax.cpu import rotate as rotate_native
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.decoding.request import DecodeRequest
+from medusa_jax.heads.draft_model import MODEL
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
+from medusa_jax.heads.layers import LayerState
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.kernels.one_cpu import LayerKernels
@@ -260,16 +262,18 @@ def test_texts_are_equal_bit_for_bit(model, rule):
 
 
 @pytest.mark.parametrize(
-    "name", [*wide("hydrapp", "amphista", "eagle", "eagle3"), "dspark"]
+    "name", [*wide("hydrapp", "amphista", "eagle", "eagle3"), "dspark", "draft_model"]
 )
 def test_layers_of_draft_heads_are_native_calls(name):
     """The states and drafts of XLA's layers, level by level; rows of two lengths."""
     raw = random_params(CONFIG, 0)
-    fields = {} if name == "amphista" else {"n_layers": 2}
+    fields = {"amphista": {}, "draft_model": {"arch": CONFIG}}.get(name, {"n_layers": 2})
     heads = drafter_class(name).Config(drafter=name, n_heads=4, **fields)
     drafter = make_drafter(heads, CONFIG)
-    given = random_heads(drafter, Backbone(Llama(CONFIG), raw), 1)
-    given = jax.tree.map(jnp.float32, given)
+    given = {}
+    if drafter.trained:
+        given = random_heads(drafter, Backbone(Llama(CONFIG), raw), 1)
+        given = jax.tree.map(jnp.float32, given)
     rng, tree, B, T, E = np.random.default_rng(0), Tree.cartesian([2, 2, 1]), 2, 5, 48
     E *= 1 + len(drafter.taps)
     hidden = rng.standard_normal((3, B, T, E)).astype(np.float32)
@@ -280,7 +284,8 @@ def test_layers_of_draft_heads_are_native_calls(name):
         llama = decoder(CONFIG, jnp.float32, make_mesh(), storage, kernels)
         params = prepare(raw, CONFIG, jnp.float32, llama.shards)
         params = store(params, storage, kernels)
-        backbone, own = Backbone(llama, params), store(given, storage, kernels)
+        backbone = Backbone(llama, params)
+        own = store(given, storage, kernels) if drafter.trained else {MODEL: params}
         # Without room for a block after the text.
         slots = 13 if name == "dspark" else 32
         state, at = drafter.start(B, slots, jnp.float32), np.zeros(B, int)
@@ -292,7 +297,7 @@ def test_layers_of_draft_heads_are_native_calls(name):
         rank = lambda depth, logits: Ranked(logits, logits)  # noqa: E731
         request = DraftRequest(jnp.array([3, 4]), tree, rank)
         nodes, ranked = drafter.propose(own, backbone, state, request)
-        kept = state.cache if name == "dspark" else state.context_BSD
+        kept = state.context_BSD if isinstance(state, LayerState) else state.cache
         return nodes, [r.logits for r in ranked], kept
 
     run = jax.jit(run, static_argnums=0)
