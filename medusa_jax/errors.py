@@ -73,6 +73,12 @@ def between(what: str, value: float, least: float, most: float) -> None:
         raise UserError(f"{what} is from {least} to {most}, not {value}")
 
 
+def differences(found: object, wanted: object) -> str:
+    """Fields of both configurations that differ, values cut: "n_layers is 1, not 2; rank is 8, not 4"."""
+    values = [(x, a, vars(wanted).get(x, a)) for x, a in vars(found).items()]
+    return "; ".join(f"{x} is {a!r:.80}, not {b!r:.80}" for x, a, b in values if a != b)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known name that is spelled most like `word`, "" if none is close."""
     plain = {_plain(name): name for name in known}

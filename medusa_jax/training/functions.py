@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.config import LoraConfig, TrainConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, differences
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts.own_heads import base_record, save_heads
 from medusa_jax.heads import vocabulary
@@ -125,7 +125,8 @@ class HeadFunctions:
         """
         base = BaseFiles.open(model)
         if base.config != self.arch:
-            raise UserError(f"{model} is {base.config}, the heads are for {self.arch}")
+            differing = differences(base.config, self.arch)
+            raise UserError(f"{model} has another shape than the heads' model: {differing}")
         if vocabulary.GROUP in frozen:
             params = params | {vocabulary.GROUP: frozen[vocabulary.GROUP]}
         record = base_record(self.arch, base.fingerprint())

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.config import ModelConfig
 from medusa_jax.console import announced
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, differences
 from medusa_jax.files import hf
 from medusa_jax.files.fingerprint import Fingerprint
 from medusa_jax.files.layouts import own_heads
@@ -141,8 +141,9 @@ def first_heads(
     heads, params, described = load_heads(
         stored, backbone.arch, mesh, fingerprint=backbone.base["fingerprint"]
     )
-    if heads != whole_config(expected):
-        raise UserError(f"{path} holds {heads}, but the configuration is {expected}")
+    if heads != (wanted := whole_config(expected)):
+        differing = differences(heads, wanted)
+        raise UserError(f"{path} holds other heads than the configuration: {differing}")
     return params, described.get("recipe", {})
 
 

@@ -129,5 +129,5 @@ def test_heads_are_saved_for_their_backbone(tmp_path, monkeypatch):
     fc = stored.read(ARCH)["heads_0/fc/kernel"]
     np.testing.assert_array_equal(fc, params["heads_0"]["fc"]["kernel"])
     wider = dataclasses.replace(ARCH, n_layers=3)
-    with pytest.raises(UserError, match="the heads are for"):
+    with pytest.raises(UserError, match=r": n_layers is 2, not 3$"):
         HeadFunctions(functions.heads, wider).save(out, params, frozen, model)

@@ -26,6 +26,7 @@ from medusa_jax.files import hf
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.layouts import heads_io
+from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.model import lora
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
@@ -110,7 +111,10 @@ def test_heads_that_do_not_belong_are_refused(tokens, stage_1, tmp_path):
     with pytest.raises(UserError, match=r"model\.path"):
         run(cfg, tmp_path)
     cfg.model.path, cfg.heads = str(model), HeadsConfig(n_heads=2)
-    with pytest.raises(UserError, match="n_heads=3"):
+    with pytest.raises(UserError, match=r": n_heads is 3, not 2$"):
+        run(cfg, tmp_path)
+    cfg.heads = HydraConfig(n_heads=3)
+    with pytest.raises(UserError, match=r": drafter is 'medusa', not 'hydra'$"):
         run(cfg, tmp_path)
     other = init_params(cfg.model.arch, jax.random.key(9))
     save_backbone(str(tmp_path / "other"), cfg.model.arch, other, "float32")
