@@ -3,6 +3,7 @@
 from pathlib import Path
 from zipfile import BadZipFile
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from medusa_jax.errors import UserError, first_line
 from medusa_jax.evaluate.text_ranks import Text
 from medusa_jax.heads.optional import SupportsLevels, has_confidence
 from medusa_jax.heads.vocabulary import GROUP
+from medusa_jax.learning import moments
 from medusa_jax.learning.windows import Window
 from medusa_jax.model import lora
 from medusa_jax.model.convert import decoding_config, place_head
@@ -24,9 +26,12 @@ from medusa_jax.training.functions import HeadFunctions
 
 # Rank of the adapter; learning rate of Adam, and steps to reach it.
 RANK, RATE, WARM_UP = 8, 1e-3, 10
+LORA = LoraConfig(RANK)
 # Steps after each answer. A step learns from this many windows of answers, and from as many of rehearsal; it first reads
 # this many further texts to rehearse.
 STEPS, WINDOWS, REHEARSED = 2, 4, 2
+# Weight of what the rehearsed texts are estimated to lose.
+REMEMBERED = 3.0
 # Largest decay of the adapter's running mean, which forgets less than the newest adapter.
 MEAN = 0.98
 # Learned positions whose logits exist at a time.
@@ -67,12 +72,16 @@ class Adapter:
         rate = optax.linear_schedule(0.0, RATE, WARM_UP)
         self._adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
         self._gradient, self._update = (
-            jax.jit(jax.grad(self._sum)),
+            jax.jit(jax.grad(self._adapted_sum)),
             jax.jit(self._adam.update),
         )
+        self._observed = jax.jit(jax.grad(self._observed_sum))
+        self._forgotten = jax.jit(jax.grad(moments.forgotten), static_argnums=3)
         flat = flatten_dict(self.heads, sep="/").items()
         kernels = {n: x.shape for n, x in flat if n.endswith("/kernel") and x.ndim == 2}
         sizes = {name.removesuffix("/kernel"): shape for name, shape in kernels.items()}
+        self._moments = moments.no_moments(sizes) if self.rehearsal else {}
+        self._rehearsed = 0
         self.begin(lora.init_factors(sizes, jax.random.key(0), RANK))
 
     def begin(self, factors: Params, steps: int = 0) -> None:
@@ -87,10 +96,20 @@ class Adapter:
         self._total = jax.block_until_ready(jax.tree.map(jnp.add, self._total, gradient))
         self._learned += int(np.sum(window.counted_1W))
 
+    def remember(self, window: Window) -> None:
+        """Add a rehearsed window to what must not be forgotten."""
+        added = self._observed(self._moments, self.heads, self._frozen, window)
+        self._moments = jax.block_until_ready(jax.tree.map(jnp.add, self._moments, added))
+        self._rehearsed += int(np.sum(window.counted_1W))
+
     def step(self) -> None:
         """Take the step. One whose gradient is not finite is left out: all later weights would be NaN."""
         gradient = jax.tree.map(lambda x: x / self._learned, self._total)
         self._total, self._learned = jax.tree.map(jnp.zeros_like, self._total), 0
+        if self._rehearsed:
+            known = self._moments, self._rehearsed, LORA.alpha / LORA.rank
+            forgotten = self._forgotten(self._trained, *known)
+            gradient = jax.tree.map(lambda x, y: x + REMEMBERED * y, gradient, forgotten)
         if not jnp.isfinite(optax.tree.norm(gradient)):
             return
         updates, self._state = self._update(gradient, self._state)
@@ -107,12 +126,20 @@ class Adapter:
         stored = place_head(params, model.storage.of_drafts, model.llama.kernels)
         return stored | {name: loaded[name] for name in loaded if name == GROUP}
 
-    def _sum(
+    def _adapted_sum(
         self, factors: Params, heads: Params, frozen: Params, window: Window
     ) -> jax.Array:
+        return self._sum(merged(factors, heads), frozen, window)
+
+    def _observed_sum(
+        self, known: Params, heads: Params, frozen: Params, window: Window
+    ) -> jax.Array:
+        with nn.intercept_methods(moments.observe):
+            return self._sum(moments.joined(heads, known), frozen, window)
+
+    def _sum(self, heads: Params, frozen: Params, window: Window) -> jax.Array:
         """The loss of a window, times the tokens that it teaches: a step's loss is the mean over them."""
         hidden_1WE, *rows = window
-        heads = merged(factors, heads)
         loss = self._loss(heads, frozen, hidden_1WE.astype(jnp.float32), *rows)
         return loss * jnp.sum(window.counted_1W)
 
@@ -151,4 +178,4 @@ def first_answer(tokens: np.ndarray, counted: np.ndarray) -> Text:
 def merged(factors: Params, heads: Params) -> Params:
     """The heads with the adapter."""
     untied = LlamaConfig(tie_embeddings=False)
-    return lora.merge(untied, heads, factors, LoraConfig(RANK))[1]
+    return lora.merge(untied, heads, factors, LORA)[1]

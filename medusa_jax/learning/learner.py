@@ -144,7 +144,11 @@ class Learner:
         self._due -= 1
         for _ in range(min(REHEARSED, len(self.adapter.rehearsal))):
             text = self.adapter.rehearsal.pop()
-            self._rehearsal += yield from windows_of(self._model, text)
+            read = yield from windows_of(self._model, text)
+            self._rehearsal += read
+            for window in read:
+                self.adapter.remember(window)
+                yield True
         for windows in filter(None, (self._windows, self._rehearsal)):
             for at in self._draw.integers(len(windows), size=WINDOWS):
                 self.adapter.add(windows[at])

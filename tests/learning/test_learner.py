@@ -145,8 +145,10 @@ def test_every_kind_of_heads_learns(made, name):
         if len(losses) % adapter.WINDOWS == adapter.WINDOWS - 1:
             learning.step()
         parts = learning.factors, learning.heads, learning._frozen, window
-        losses.append(float(learning._sum(*parts)))
+        losses.append(float(learning._adapted_sum(*parts)))
     assert losses[-1] < losses[0] and all(map(np.any, jax.tree.leaves(learning.factors)))
+    learning.remember(window)
+    assert all(map(np.any, jax.tree.leaves(learning._moments)))
 
 
 def test_what_is_refused(made, tmp_path):

@@ -1,0 +1,91 @@
+"""What the draft heads would forget: a quadratic estimate of the loss on rehearsed text.
+
+Near the loaded heads the loss of a text grows with the square of a kernel's change D. K-FAC (Martens & Grosse 2015, arXiv
+1503.05671; against forgetting: Ritter et al. 2018, arXiv 1805.07810) estimates it from two moments of each kernel:
+
+    loss(W + D) - loss(W)  =  1/2 tr(D^T C D G)        C = E[x x^T]        G = E[d d^T]
+
+x are inputs of the kernel, d gradients of the loss at its outputs. Moments of all rehearsed texts cost a step nothing, while
+its windows are a few of them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from medusa_jax.model.layers import Linear
+from medusa_jax.sharding import Params
+
+# Where a kernel's parameters have its moments while they are gathered.
+ENTRY = "moments"
+
+
+def no_moments(shapes: dict[str, tuple[int, int]]) -> Params:
+    """Sums over no text, by the path of each kernel [I, O]: of x x^T, of d d^T, and of the rows."""
+    flat = {
+        f"{path}/{ENTRY}": {
+            "inputs_II": jnp.zeros((n_in, n_in)),
+            "outputs_OO": jnp.zeros((n_out, n_out)),
+            "rows": jnp.zeros(()),
+        }
+        for path, (n_in, n_out) in shapes.items()
+    }
+    return unflatten_dict(flat, sep="/")  # type: ignore[no-any-return]
+
+
+def joined(heads: Params, moments: Params) -> Params:
+    """Heads whose kernels are observed: the gradient of their moments is what a text adds to these."""
+    flat = flatten_dict(heads) | flatten_dict(moments)
+    return unflatten_dict(flat)  # type: ignore[no-any-return]
+
+
+def observe(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Interceptor of modules (`nn.intercept_methods`) that observes joined kernels."""
+    y, module = call(*args, **kwargs), context.module
+    is_linear = isinstance(module, Linear) and context.method_name == "__call__"
+    if not (is_linear and module.has_variable("params", ENTRY)):
+        return y
+    return _observed(y, args[0], module.get_variable("params", ENTRY))
+
+
+@jax.custom_vjp
+def _observed(y: jax.Array, x: jax.Array, moments: Params) -> jax.Array:
+    return y
+
+
+def _forward(y: jax.Array, x: jax.Array, moments: Params) -> tuple[jax.Array, jax.Array]:
+    return y, x
+
+
+def _backward(x: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array, Params]:
+    x_NI, d_NO = (rows.reshape(-1, rows.shape[-1]).astype(jnp.float32) for rows in (x, d))
+    counts_N1 = jnp.any(d_NO != 0, axis=1, keepdims=True)  # in the loss
+    x_NI = jnp.where(counts_N1, x_NI, 0)
+    rows = jnp.sum(counts_N1).astype(jnp.float32)
+    moments = {"inputs_II": x_NI.T @ x_NI, "outputs_OO": d_NO.T @ d_NO, "rows": rows}
+    return d, jnp.zeros_like(x), moments
+
+
+_observed.defvjp(_forward, _backward)
+
+
+def forgotten(factors: Params, moments: Params, tokens: Any, scale: float) -> jax.Array:
+    """What the mean loss of a rehearsed token is estimated to grow by.
+
+    Args:
+      factors: of the kernels' changes, `scale` a_IR b_RO.
+      moments: of these kernels.
+      tokens: number of tokens in the loss that the moments are of.
+    """
+    if ENTRY not in moments:
+        parts = (
+            forgotten(factors[name], inner, tokens, scale)
+            for name, inner in moments.items()
+        )
+        return sum(parts, jnp.zeros(()))
+    of, a_IR, b_RO = moments[ENTRY], factors["a"], factors["b"] * scale
+    inside_RR = a_IR.T @ of["inputs_II"] @ a_IR
+    outside_RR = b_RO @ of["outputs_OO"] @ b_RO.T
+    return 0.5 * jnp.sum(inside_RR * outside_RR) / jnp.maximum(of["rows"] * tokens, 1.0)
