@@ -85,8 +85,8 @@ class TemplateFlags:
     """How a question becomes a prompt."""
 
     chat_template: str = flag(
-        "for --questions: a shipped template, plain (none), or auto: the tokenizer's own if it has "
-        "one, else plain",
+        "a shipped template, or auto: the tokenizer's own; for --questions also plain (none), which auto is if "
+        "the tokenizer has none",
         "auto",
     )
     max_prompt_tokens: int = flag(
@@ -149,10 +149,11 @@ def prompts_of(flags: RaceFlags) -> list[Json]:
     return records
 
 
-def prompt_tasks(flags: RaceFlags, model: "Model") -> Tasks:
+def prompt_tasks(flags: Flags, model: "Model") -> Tasks:
     """The prompts of --prompts."""
     records = prompts_of(flags)
-    texts, options = record_prompts(model, records, generation_options(flags))
+    template = flags.chat_template.replace("auto", "")
+    texts, options = record_prompts(model, records, generation_options(flags), template)
     prompts = [model.encode(text) for text in texts]
     categories = [str(r.get("category", r.get("file", "all"))) for r in records]
     return Tasks(prompts, categories, options, (), range(len(prompts)), {})

@@ -60,6 +60,7 @@ class Flags(GenerationFlags, MeshFlags, ModelFlags):
         "JSONL with prompt or prompt_ids, or training data, whose last questions or beginnings are asked",
         None,
     )
+    chat_template: str = flag("a shipped one; default: the tokenizer's own", "")
     limit: int | None = flag(
         "most prompts to use; 0 is all (default: 16 on a CPU, else 64)",
         None,
@@ -116,7 +117,8 @@ def run(flags: Flags) -> int:
     texts = []
     if not flags.temperature:  # sampled answers were drawn with other noise
         texts = distilled_texts(model, flags.prompts, records, flags.max_new_tokens)
-    prompts, options = record_prompts(model, records, generation_options(flags))
+    options, template = generation_options(flags), flags.chat_template
+    prompts, options = record_prompts(model, records, options, template)
     origin = f"from {flags.prompts}" if texts else "that are written now"
     inform(
         f"two stages: the heads' guesses in {len(texts or prompts)} answers {origin}, then step latencies of "
@@ -151,7 +153,7 @@ def run(flags: Flags) -> int:
         print(line)
     inform(f"wrote {out}: {fit['nodes']} nodes for {fit['device']}")
     is_chat = "messages" in records[0]
-    example = {"chat": "", "prompt": "Hello"} if is_chat else {"prompt": "import os"}
+    example = {"chat": template, "prompt": "Hello"} if is_chat else {"prompt": "import os"}
     found = stored and Path(stored.directory, "tree.json").resolve() == out.resolve()
     tree = None if found else str(out)
     print_next("decode", **to_repeat(flags), tree=tree, **example, compare="")

@@ -63,6 +63,7 @@ class Flags:
         None,
     )
     to: str = flag("comma-separated engines to convert the heads for, as convert --to", "")
+    chat_template: str | None = flag("a shipped one (default: the tokenizer's own)", None)
     limit: int = flag("most questions; 0 is all", 200, type=at_least(0))
     max_new_tokens: int = flag("per answer", 200, type=at_least(1))
     server: str | None = flag("as for distill", None, metavar="URL")
@@ -104,7 +105,8 @@ def run(flags: Flags) -> int:
         heads = do_parts(flags, out, plan)
     spent, planned = (duration(sum(plan[name].values())) for name in ("spent", "seconds"))
     inform(f"done in {spent}, {planned} were estimated; the heads are in {heads}")
-    next_command.print_next("serve", model=flags.model, drafter=str(heads))
+    names = {"model": flags.model, "drafter": str(heads), "chat": flags.chat_template}
+    next_command.print_next("serve", **names)
     return 0
 
 
@@ -163,6 +165,7 @@ def recipe(flags: Flags, out: Path, **fields: object) -> Config:
     """The configuration of the training."""
     given: Json = {"model.path": flags.model, "data.source": flags.questions}
     given |= {"heads.drafter": flags.drafter or "medusa"}
+    given |= {"data.chat_template": flags.chat_template or ""}
     given |= (started(flags, out) if flags.start else {}) | fields
     words = [f"--config.{name}={value}" for name, value in given.items()]
     _, cfg, complete = train.parse_all(
@@ -191,12 +194,13 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
     """Measure this machine, and fit the work to --minutes.
 
     Raises:
-      UserError: too few questions, or minutes.
+      UserError: too few questions, or minutes; no chat template for them.
     """
     from medusa_jax.api import load
-    from medusa_jax.distill.seeds import read_seeds
+    from medusa_jax.distill.seeds import mode_for, read_seeds
     from medusa_jax.evaluate.own_costs import Workload, measure
     from medusa_jax.programs import use_compilation_cache
+    from medusa_jax.text.chat import is_chat_model, template_source
 
     began = time.perf_counter()
     use_compilation_cache()
@@ -209,6 +213,9 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
         )
     inform("measuring this machine ...")
     model = load(flags.model, "none")
+    is_chat = is_chat_model(model.tokenizer, flags.model)
+    if mode_for(seeds, "auto", is_chat) != "continue":
+        template_source(model.tokenizer, flags.chat_template or "")
     costs = measure(model, BATCH, cfg.heads.n_heads, cfg.heads.draft_vocab)
     lengths = [len(model.encode(text)) + TEMPLATE for text in texts]
     answer, positions = flags.max_new_tokens, cfg.train.batch_size * cfg.data.seq_len
@@ -242,6 +249,7 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     """Do what has no result yet; returns the directory of the heads."""
     steps, text, heads = plan["job"]["steps"], out / "text", out / HEADS
     shared = {"model": flags.model, "max_new_tokens": flags.max_new_tokens}
+    shared |= {"chat_template": flags.chat_template}
 
     def part(name: str, result: Path, do: Callable[[], int]) -> None:
         if result.exists():

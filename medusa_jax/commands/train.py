@@ -142,6 +142,7 @@ def tell_calibration(workdir: str, model: str, data: DataConfig, name: str) -> N
             model=model or None,
             drafter=f"{name}:{heads}" if is_module_class(name) else heads,
             prompts=prompts,
+            chat_template=data.chat_template or None,
             out=os.path.join(heads, "tree.json"),
         )
 

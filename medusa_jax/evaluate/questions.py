@@ -103,14 +103,14 @@ def record_prompt(model: "Model", record: Json, template: str = "") -> str | lis
 
 
 def record_prompts(
-    model: "Model", records: Sequence[Json], options: "Options"
+    model: "Model", records: Sequence[Json], options: "Options", template: str = ""
 ) -> "tuple[list[str | list[int]], Options]":
-    """The prompts of records, and options whose texts end where a chat template ends a turn."""
+    """The prompts of records, and options whose texts end where the chat template ends a turn."""
     from medusa_jax.api.prompts import ending_turns
 
     if {"messages", "turns"} & records[0].keys():
-        options = ending_turns(model.tokenizer, model.eos_ids, options, "")
-    return [record_prompt(model, record) for record in records], options
+        options = ending_turns(model.tokenizer, model.eos_ids, options, template)
+    return [record_prompt(model, record, template) for record in records], options
 
 
 def spread(questions: Sequence[Json], limit: int) -> list[Json]:

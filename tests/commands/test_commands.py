@@ -4,24 +4,28 @@ import dataclasses
 import json
 import re
 import shlex
+import shutil
 
 import jax
 import numpy as np
 import pytest
-from files import PROMPTS
+from files import PROMPTS, write_lines
 from live import compilations
 from safetensors.numpy import load_file
 
 import medusa_jax
 from medusa_jax import Options, progress
 from medusa_jax.api import find_heads, find_model
-from medusa_jax.commands import calibrate, convert
+from medusa_jax.commands import bench, calibrate, convert, train
 from medusa_jax.commands.flags import CommandLine, at_least, flag, parser_of
+from medusa_jax.config import DataConfig
+from medusa_jax.errors import UserError
 from medusa_jax.evaluate import tree_fit
 from medusa_jax.evaluate.tree_fit import MARGIN
 from medusa_jax.files.layouts import convert as conversion
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.notation import byte_size
+from medusa_jax.text.chat import encode_prompt
 from medusa_jax.tree.tree import Order, Tree
 
 
@@ -98,6 +102,29 @@ def test_a_flag_is_declared_once():
     assert "at most\n" in text
     for wrong in ("--rows=0", "--names=b"):  # too few; no --out
         assert main([wrong]) == 2
+
+
+def test_calibrate_takes_the_template_of_the_training(files, tmp_path, monkeypatch, capsys):
+    """In the line that training prints, for a model without a template; `bench` takes it as well."""
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a"}]
+    talk = write_lines(tmp_path / "talk.jsonl", [{"messages": turns}])
+    heads, (directory, _), given = tmp_path / "export", files, []
+    shutil.copytree(directory / "heads", heads)
+    data = DataConfig(str(talk), chat_template="vicuna")
+    train.tell_calibration(str(tmp_path), str(directory), data, "medusa")
+    words = shlex.split(capsys.readouterr().err.split("medusa calibrate")[1])
+
+    def fit_tree(model, prompts, options, *_, **more):
+        given.append((prompts, options.eos_ids))
+        raise UserError("enough")
+
+    monkeypatch.setattr(tree_fit, "fit_tree", fit_tree)
+    assert calibrate.main(words) == 2 and "enough" in capsys.readouterr().err
+    model = medusa_jax.load(str(directory), "none", dtype="float32")
+    prompt = encode_prompt(model.tokenizer, turns[:1], "vicuna")
+    assert given == [([prompt], (2,))]
+    flags = bench.Flags(prompts=str(talk), chat_template="vicuna", model=str(directory))
+    assert bench.prompt_tasks(flags, model).prompts == [prompt]
 
 
 def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypatch):

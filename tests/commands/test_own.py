@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 from files import write_lines
 from refusals import refused
-from tiny import MARKED, random_params, write_chat_model, write_ending_model, write_heads
+from tiny import (
+    MARKED,
+    random_params,
+    set_template,
+    write_chat_model,
+    write_ending_model,
+    write_heads,
+)
 
 from medusa_jax import sft_draft
 from medusa_jax.commands import own, train, verify
@@ -41,6 +48,7 @@ def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
         words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
         parsed = program.parse(words)
         done.append(program.name)
+        assert parsed.chat_template == "vicuna"
         if program.name in stop:
             stop.remove(program.name)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -63,6 +71,7 @@ def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
     def training(cfg):
         done.append("train")
         assert cfg.train.steps == 8 and cfg.data.held_out == 0 and cfg.data.eval_source
+        assert cfg.data.chat_template == "vicuna"
         heads = Path(cfg.workdir) / "export"
         heads.mkdir(parents=True)
         (heads / "heads.json").write_text("{}")
@@ -73,7 +82,7 @@ def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
         directory.mkdir(parents=True)
     monkeypatch.setattr(own, "call", call)
     monkeypatch.setattr(train, "run", training)
-    words = [*given, f"--out={out}", "--max_new_tokens=12"]
+    words = [*given, f"--out={out}", "--max_new_tokens=12", "--chat_template=vicuna"]
     assert own.main(words) == 128 + signal.SIGTERM
     said = capsys.readouterr().err
     assert 0 <= said.find("40 questions, 8 steps of training") < said.find("answers: about")
@@ -83,7 +92,10 @@ def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert done[3:] == ["medusa calibrate", "medusa bench"]
     assert "answers: done before" in said and "training: done before" in said
-    assert f"next: medusa serve --model {given[0]} --drafter {out}/run/export" in said
+    assert (
+        f"next: medusa serve --model {given[0]} --drafter {out}/run/export --chat vicuna"
+        in said
+    )
     plan = json.loads((out / "own.json").read_text())
     assert plan["seconds"].keys() == plan["spent"].keys() == set(PARTS)
     assert own.main([*words, "--minutes=5"]) == 2
@@ -123,6 +135,9 @@ def test_what_cannot_be_done_is_refused_before_the_work(
     assert "20 questions in --limit 20 records, 32 are needed" in refusal("--limit=20")
     heads = Eagle3Config(n_heads=3, lm_head="own", rope_theta=50.0, n_layers=1)
     config, params = write_chat_model(tmp_path / "m", MARKED, max_position=128)
+    set_template(tmp_path / "m", "")
+    words = [str(tmp_path / "m"), given[1], f"--out={tmp_path / 'b'}"]
+    assert own.main(words) == 2 and "no chat template" in capsys.readouterr().err
     write_heads(tmp_path / "heads", config, params, heads, ids=range(3, 30))
     start = f"--start={tmp_path / 'heads'}"
     assert "--start has eagle3 heads" in refusal(start, "--drafter=hydra")
