@@ -24,7 +24,7 @@ from medusa_jax.api.tree_choice import tokens_of
 from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.commands.model_flags import BaseFlags, load_model
 from medusa_jax.console import inform
-from medusa_jax.evaluate.questions import read_records, record_prompts
+from medusa_jax.evaluate.questions import read_prompts, record_prompts
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.notation import entries
 from medusa_jax.programs import use_compilation_cache
@@ -150,7 +150,7 @@ def run(flags: Flags) -> int:
     """Print the table."""
     use_compilation_cache()
     model = load_model(flags, tree="auto")
-    texts, _ = record_prompts(model, read_records(flags.prompts), Options())
+    texts, _ = record_prompts(model, read_prompts(flags.prompts), Options())
     rng, prompts = random.Random(0), [model.encode(text) for text in texts]
     calls = [(ids, rng.randint(*NEW)) for ids in prompts if len(ids) <= PROMPT]
     with served(model, SLOTS, NEW[1], PROMPT) as (server, url):

@@ -77,7 +77,7 @@ def run(flags: Flags) -> int:
         raise UserError(f"--nodes are sizes of trees, from 2 to {GROWTH + 1}")
     use_compilation_cache()
     questions = spread(read_questions(flags.questions), flags.limit)
-    fitted = read_prompts(flags.fit, flags.fit_limit, messages=True) if flags.fit else []
+    fitted = read_prompts(flags.fit, flags.fit_limit) if flags.fit else []
     options = generation_options(flags)
     Path(flags.out).mkdir(parents=True, exist_ok=True)
     texts: list[Text] = []

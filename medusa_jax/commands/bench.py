@@ -143,7 +143,7 @@ class Tasks(NamedTuple):
 
 def prompts_of(flags: RaceFlags) -> list[Json]:
     """Records of --prompts; without the demo's token ids for another model."""
-    records = spread(read_prompts(flags.prompts, messages=True), flags.limit)
+    records = spread(read_prompts(flags.prompts), flags.limit)
     if flags.model and flags.prompts == str(DEMO_PROMPTS):
         return [{k: v for k, v in r.items() if not k.endswith("_ids")} for r in records]
     return records

@@ -105,7 +105,7 @@ def run(flags: Flags) -> int:
     limit = (16 if on_cpu else 64) if flags.limit is None else flags.limit
     batches = flags.batches or ((1, 4) if on_cpu else (1, 2, 4, 8, 16))
     stored = find_heads(flags.model, flags.drafter or default_drafter(flags.model))
-    records = read_prompts(flags.prompts, limit, messages=True)
+    records = read_prompts(flags.prompts, limit)
     out = file_to_write(flags.out, "--out")
     if out.is_file() and out.stat().st_size:
         try:
@@ -152,7 +152,8 @@ def run(flags: Flags) -> int:
     if line := flags.drafter and outlook(Path(flags.drafter).parent):
         print(line)
     inform(f"wrote {out}: {fit['nodes']} nodes for {fit['device']}")
-    is_chat = "messages" in records[0]
+    is_chat = any("messages" in record for record in records)
+    is_chat = is_chat and bool(template or model.tokenizer.chat_template)
     example = {"chat": template, "prompt": "Hello"} if is_chat else {"prompt": "import os"}
     found = stored and Path(stored.directory, "tree.json").resolve() == out.resolve()
     tree = None if found else str(out)

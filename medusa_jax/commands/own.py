@@ -105,8 +105,8 @@ def run(flags: Flags) -> int:
         heads = do_parts(flags, out, plan)
     spent, planned = (duration(sum(plan[name].values())) for name in ("spent", "seconds"))
     inform(f"done in {spent}, {planned} were estimated; the heads are in {heads}")
-    names = {"model": flags.model, "drafter": str(heads), "chat": flags.chat_template}
-    next_command.print_next("serve", **names)
+    chat = flags.chat_template
+    next_command.print_next("serve", model=flags.model, drafter=str(heads), chat=chat)
     return 0
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_jax.config import DataConfig
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.training.data import conversations, sources
 from medusa_jax.whole_files import Json
@@ -18,44 +19,54 @@ DEMO_PROMPTS = Path(__file__).parents[1] / "demo" / "prompts.jsonl"
 BEGINNING = 200
 
 
-def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json]:
-    """Read the first `limit` records (0 is all) of a JSONL file, each with `prompt` or `prompt_ids`.
-
-    Args:
-      messages: also accept any training data, whose conversations become `messages` and whose texts
-        a `prompt`, their beginning; and questions with `turns`, as MT-bench and Spec-Bench publish them.
+def read_prompts(path: str, limit: int = 0) -> list[Json]:
+    """The first `limit` records (0 is all) of prompts or training data that ask something; says what is skipped.
 
     Raises:
-      UserError: not readable, or a record without a prompt.
+      UserError: not readable, or nothing usable.
     """
-    records = read_records(path)[: limit or None]
-    records = [with_prompt(record) for record in records] if messages else records
-    if messages and all("messages" in r for r in records):
-        for number, record in enumerate(records):
-            turns = record["messages"]
-            if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
-                raise UserError(f"{path}: record {number} has no list of turns as messages")
-        if talks := [r for r in records if r["messages"]]:
-            return talks
-        raise UserError(f"{path} holds no conversation with a turn")
-    fields = ("prompt", "prompt_ids", *(("turns",) if messages else ()))
-    if not all(any(name in r for name in fields) for r in records):
-        raise UserError(f"every line of {path} needs 'prompt' or 'prompt_ids'")
+    records = sources.read_records(path, DataConfig(max_samples=limit))
+    found: list[Json] = []
+    problems: dict[int, str] = {}
     for number, record in enumerate(records):
-        turns = [record["prompt"]] if "prompt" in record else record.get("turns", [])
-        check(record | {"turns": turns}, f"{path}: record {number}")
-    return records
+        try:
+            found.append(with_prompt(sources.parse(record)))
+        except UserError as error:
+            problems[number] = str(error)
+    reasons = sources.reasons(problems, records)
+    if not found:
+        raise UserError(f"{path} has nothing to ask ({reasons})")
+    if problems:
+        inform(f"{path}: {len(problems)} records skipped ({reasons})")
+    return found
 
 
-def with_prompt(record: Json) -> Json:
-    """A record of training data with `messages` or a `prompt` added, unless it has a prompt or `turns`."""
-    if record.keys() & {"messages", "turns", "prompt", "prompt_ids"}:
-        return record
-    if isinstance(text := record.get("text"), str):
-        return record | {"prompt": text[:BEGINNING]}
-    turns = conversations.turns_of(record, answered=False).turns
-    messages = [message for turn in turns if (message := conversations.parse_turn(turn)[0])]
-    return record | {"messages": messages} if messages else record
+def with_prompt(record: object) -> Json:
+    """The fields of a record that asks something: `turns` (MT-bench, Spec-Bench), `prompt_ids`, `messages` or a `prompt`.
+
+    Conversations, and pairs of prompt and answer, are parsed as in training; they may end with a question.
+
+    Raises:
+      UserError: the reason why it cannot be asked.
+    """
+    given = {"text": record} if isinstance(record, str) else conversations.fields_of(record)
+    fields = {name: value for name, value in given.items() if value is not None}
+    is_talk = conversations.field_of(fields, conversations.TURNS)
+    if not is_talk and fields.keys() & {"turns", "prompt_ids"}:
+        check({"turns": []} | fields, "a record")
+        return fields
+    is_text = isinstance(fields.get("prompt"), str)
+    found = conversations.turns_of(fields, answered=is_text)
+    if found.form:
+        talk, problem = conversations.parse_turns(found.turns, answered=False)
+        if problem:
+            raise UserError(problem)
+        return fields | {"messages": talk}
+    if is_text:
+        return fields
+    if isinstance(text := fields.get("text"), str):
+        return fields | {"prompt": text[:BEGINNING]}
+    raise UserError("nothing to ask")
 
 
 def check(question: Json, where: str) -> None:
@@ -73,33 +84,27 @@ def check(question: Json, where: str) -> None:
         raise UserError(f"{where}: 'prompt_ids' should be a list of token ids, not {ids!r}")
 
 
-def prompt_of(question: Json) -> str | list[int]:
-    """A question's prompt, as ids if the record has them."""
-    ids: list[int] = question.get("prompt_ids") or []
-    return ids if ids or "prompt" not in question else question["prompt"]
-
-
 def record_prompt(model: "Model", record: Json, template: str = "") -> str | list[int]:
     """Return the prompt of a record; of a conversation, everything up to its last user turn; of a
-    question with `turns`, the first.
+    question with `turns`, the first. Without a template, text is continued.
 
     Raises:
-      UserError: the template refuses the conversation, or it has no user turn.
+      UserError: the template refuses the conversation.
     """
     from medusa_jax.text.chat import encode_prompt  # here, not for --help
 
-    if "messages" in record:
+    has_template = template or model.tokenizer.chat_template
+    if "messages" in record and (has_template or "prompt" not in record):
         messages = record["messages"]
-    elif "turns" in record and (template or model.tokenizer.chat_template):
+    elif "turns" in record and has_template:
         messages = [{"role": "user", "content": record["turns"][0]}]
     elif "turns" in record:
         return str(record["turns"][0])
     else:
-        return prompt_of(record)
-    users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
-    if not users:
-        raise UserError("a conversation without a user turn cannot be answered")
-    return encode_prompt(model.tokenizer, messages[: users[-1] + 1], template)
+        ids: list[int] = record.get("prompt_ids") or []
+        return ids if ids or "prompt" not in record else record["prompt"]
+    end = -1 if messages[-1]["role"] == "assistant" else None
+    return encode_prompt(model.tokenizer, messages[:end], template)
 
 
 def record_prompts(
@@ -108,7 +113,7 @@ def record_prompts(
     """The prompts of records, and options whose texts end where the chat template ends a turn."""
     from medusa_jax.api.prompts import ending_turns
 
-    if {"messages", "turns"} & records[0].keys():
+    if any({"messages", "turns"} & record.keys() for record in records):
         options = ending_turns(model.tokenizer, model.eos_ids, options, template)
     return [record_prompt(model, record, template) for record in records], options
 

@@ -16,7 +16,7 @@ from medusa_jax.api import Model, Options, load
 from medusa_jax.api.prompts import Prompt
 from medusa_jax.commands.flags import flag, numbers
 from medusa_jax.console import inform
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_prompts
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, read_prompts, record_prompt
 from medusa_jax.evaluate.race import Contender, ourselves, race
 from medusa_jax.evaluate.step_clock import StepClock
 from medusa_jax.evaluate.tables import device_facts
@@ -116,11 +116,11 @@ def measure_one(study: Study, run: Path) -> Json:
     model = load(study.model, str(run / "export"), tree="none")
     questions = read_prompts(study.prompts, study.limit)
     fitted = read_prompts(study.calibration, study.calibration_limit)
-    prompts = [prompt_of(question) for question in fitted]
+    prompts = [record_prompt(model, question) for question in fitted]
     options = Options(max_new_tokens=study.max_new_tokens)
     tuples_PK = growth.TextRanks.join(rank_texts(model, prompts, options)).ranks_PK
     decoded = []
-    prompt_ids = [model.encode(prompt_of(question)) for question in questions]
+    prompt_ids = [model.encode(record_prompt(model, question)) for question in questions]
     plain_entrant = ourselves(model, Tree.none(), options)
     for size in study.nodes:
         tree = Tree.from_choices(growth.joint_growth(tuples_PK, size - 1))
@@ -165,7 +165,7 @@ def race_first_seeds(
             tree = Tree.from_choices(row["choices"])
             contenders.append(ourselves(model, tree, options, label=name))
     questions = read_prompts(study.prompts, study.limit)
-    prompts = [model.encode(prompt_of(question)) for question in questions]
+    prompts = [model.encode(record_prompt(model, question)) for question in questions]
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in runs_of}
     for row in race(contenders, prompts, max(study.repeats, 1))[1:]:
         fields = {"nodes": row["tree_nodes"]}

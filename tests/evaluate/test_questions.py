@@ -7,7 +7,7 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import UserError
 from medusa_jax.evaluate.question_files import read_questions
-from medusa_jax.evaluate.questions import prompt_of, read_prompts, record_prompt, spread
+from medusa_jax.evaluate.questions import read_prompts, record_prompt, spread
 from medusa_jax.evaluate.turns import turn_prompt
 from medusa_jax.text.answers import encode_conversation
 from medusa_jax.text.chat import PLAIN
@@ -41,7 +41,7 @@ def test_published_forms(name, tmp_path):
     assert found["question_id"] == record.get("question_id", 0)
     article = name in ("xsum", "cnn_dm")
     asked = "Article: longSummary: " if article else turns[0]
-    assert prompt_of(found) == asked
+    assert found["prompt"] == asked
     assert (found["frame"] is None) == (not article and name != "own")
 
 
@@ -53,15 +53,18 @@ def test_a_limit_takes_from_all_categories():
     assert spread(questions, 0) == questions
 
 
-talks = lambda path: read_prompts(path, messages=True)  # noqa: E731
-
-
 @pytest.mark.parametrize(
     "read, text, sentence",
     [
-        (talks, '{"messages": 5}', "record 0 has no list of turns as messages"),
-        (talks, '{"messages": []}', "holds no conversation with a turn"),
-        (talks, '{"x": 5}', "every line of .* needs 'prompt' or 'prompt_ids'"),
+        (
+            read_prompts,
+            '{"messages": 5}',
+            r"has nothing to ask \(1 x no user turn, first in line 1",
+        ),
+        (read_prompts, '{"messages": []}', "no user turn"),
+        (read_prompts, '{"x": 5}', "nothing to ask"),
+        (read_prompts, '{"turns": [5]}', r"1 x a record should ask text, not \[5\]"),
+        (read_prompts, "{", "broken JSON"),
         *(
             (read_questions, *row)
             for row in [
@@ -87,17 +90,35 @@ def test_bad_files(read, text, sentence, tmp_path):
         read(str(tmp_path / "q.jsonl"))
 
 
-SAID = zip(["user", "assistant"] * 2, ["the cat", "an answer", "a b", "x"])
+SAID = [*zip(["user", "assistant"] * 2, ["the cat", "an answer", "a b", "x"])]
 MESSAGES = [{"role": role, "content": text} for role, text in SAID]
 
 
-def test_training_data_asks_its_last_question_or_its_beginning(tmp_path):
+def test_training_data_asks_its_last_question_or_its_beginning(tmp_path, capsys):
     talk = [{"conversations": MESSAGES}, {"instruction": "the cat", "output": "an answer"}]
     talk.append(MESSAGES[:3])
-    found = talks(str(write_lines(tmp_path / "a.jsonl", talk)))
+    found = read_prompts(str(write_lines(tmp_path / "a.jsonl", talk)))
     assert [r["messages"] for r in found] == [MESSAGES, MESSAGES[:2], MESSAGES[:3]]
+    with_chat = {"prompt": "the cat", "completion": "an answer"}
+    turns = [{"from": name, "value": text} for name, text in SAID]
+    talk = [{"messages": turns}, with_chat, {"text": "x" * 500}, {"prompt": MESSAGES[:1]}]
+    talk += [
+        {"prompt": "in", "messages": None},
+        {"messages": [*MESSAGES, *MESSAGES[:1] * 2]},
+    ]
+    file = write_lines(tmp_path / "mixed.jsonl", [*talk, {"x": 1}])
+    file.write_text("{\n" + file.read_text())
+    found = read_prompts(str(file))
+    assert [r.get("messages", r.get("prompt")) for r in found] == [
+        MESSAGES, MESSAGES[:2], "x" * 200, MESSAGES[:1], "in", [*MESSAGES, MESSAGES[0]],
+    ]  # fmt: skip
+    said = "2 records skipped (1 x broken JSON, first in line 1; 1 x nothing to ask, first in line 8)"
+    assert said in capsys.readouterr().err
+    assert len(read_prompts(str(file), 3)) == 2
     (tmp_path / "a.txt").write_text("x" * 500)
-    assert [len(record["prompt"]) for record in talks(str(tmp_path / "a.txt"))] == [200]
+    assert [len(record["prompt"]) for record in read_prompts(str(tmp_path / "a.txt"))] == [
+        200
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +175,10 @@ def test_a_conversation_is_asked_up_to_its_last_question(model):
     assert ids == turn_prompt(model, talk, ["an answer"], "vicuna", 999)[0]
     assert record_prompt(model, {"messages": MESSAGES[:3]}, "vicuna") == ids
     assert record_prompt(model, {"prompt": "a b"}, "vicuna") == "a b"
+    pair = {"prompt": "the cat", "messages": MESSAGES[:2]}
+    assert record_prompt(model, pair) == "the cat"
     first = turn_prompt(model, talk, [], "vicuna", 999)[0]
     assert record_prompt(model, {"turns": ["the cat", "a b"]}, "vicuna") == first
     assert (
         record_prompt(model, {"turns": ["the cat", "a b"]}) == "the cat"
     )  # without a template
-    with pytest.raises(UserError, match="without a user turn"):
-        record_prompt(model, {"messages": MESSAGES[1:2]}, "vicuna")

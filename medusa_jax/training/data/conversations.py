@@ -160,11 +160,13 @@ def _as_turns(role: str, content: object) -> list[object]:
     return [] if content is None else [{"role": role, "content": content}]
 
 
-def parse_turns(turns: Sequence[object]) -> tuple[list[chat.Message], str]:
+def parse_turns(
+    turns: Sequence[object], answered: bool = True
+) -> tuple[list[chat.Message], str]:
     """Parse turns of training data, `[{"from": "human", "value": ...}, ...]` -> (messages, "") or ([], reason).
 
     Assistant turns before the first user turn (ShareGPT has many such conversations) and user turns after the last
-    answer are dropped.
+    answer are dropped; the first of these is kept if questions need no answer (`answered`).
     """
     messages: list[chat.Message] = []
     for turn in turns:
@@ -176,10 +178,12 @@ def parse_turns(turns: Sequence[object]) -> tuple[list[chat.Message], str]:
     talk = messages[len(system) :]
     while talk and talk[0]["role"] == "assistant":
         talk = talk[1:]
-    while talk and talk[-1]["role"] == "user":
-        talk = talk[:-1]
+    end = len(talk)
+    while end and talk[end - 1]["role"] == "user":
+        end -= 1
+    talk = talk[: end if answered else end + 1]
     if not talk:
-        return [], "no answered user turn"
+        return [], "no answered user turn" if answered else "no user turn"
     for i, message in enumerate(talk):
         if message["role"] != ("user", "assistant")[i % 2]:
             return [], "roles do not alternate"
