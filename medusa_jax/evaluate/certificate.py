@@ -17,6 +17,7 @@ import numpy as np
 from medusa_jax.api import Model, find_model, load
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.layouts.own_heads import CERTIFICATE
 from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.tensors import open_safetensors, save_safetensors
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
@@ -26,8 +27,7 @@ from medusa_jax.model.kernels import PLAIN
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
-# In a subdirectory, since engines load every safetensors file next to the weights.
-FILE = os.path.join("certificate", "certificate.safetensors")
+FILE = CERTIFICATE
 FORMAT = {"format": "draft_heads.certificate", "version": "1"}
 # P, and the tokens whose logits are recorded.
 POSITIONS, TOP = 10, 8

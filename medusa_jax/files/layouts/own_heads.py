@@ -8,13 +8,15 @@
 
 import dataclasses
 import os
+from contextlib import suppress
 
 import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.files.json_files import read_json, save_json
+from medusa_jax.files.json_files import optional_json, read_json, save_json
 from medusa_jax.files.layouts import codes
 from medusa_jax.files.layouts.stored_heads import StoredHeads, check_ids
 from medusa_jax.files.source import flatten
@@ -24,7 +26,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import stored_drafter_class
 from medusa_jax.sharding import Params
 from medusa_jax.typed import Fields, field_value
-from medusa_jax.whole_files import Json
+from medusa_jax.whole_files import Json, write_json
 
 # `StoredHeads.layout`.
 OWN = "medusa_jax"
@@ -32,6 +34,8 @@ FORMAT = 1
 WEIGHTS = "heads.safetensors"
 DESCRIPTION = "heads.json"
 IDS = f"{vocabulary.GROUP}/ids"
+# In a subdirectory, since engines load every safetensors file next to the weights (`evaluate/certificate.py`).
+CERTIFICATE = os.path.join("certificate", "certificate.safetensors")
 
 
 def open_own(directory: str) -> StoredHeads:
@@ -89,7 +93,7 @@ def save_heads(
     dtype: DTypeLike | None = None,
     write: bool = True,
 ) -> None:
-    """Write heads, each of the two files atomically.
+    """Write heads, each of the two files atomically. What was measured of other heads in the directory goes.
 
     Args:
       base: `base_record` of the backbone that the heads were trained on.
@@ -123,5 +127,30 @@ def save_heads(
         "recipe": recipe,
     }
     weights = os.path.join(directory, WEIGHTS)
+    if os.path.isfile(weights) and not _holds(weights, arrays):
+        _drop_measured(directory)
     save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
     save_json(os.path.join(directory, DESCRIPTION), description)
+
+
+def _holds(weights: str, arrays: dict[str, np.ndarray]) -> bool:
+    """Whether a file has these very arrays."""
+    with suppress(UserError):  # a damaged file
+        stored = open_safetensors(weights)
+        return stored.keys() == arrays.keys() and all(
+            read_whole(stored[name]).tobytes() == x.tobytes() for name, x in arrays.items()
+        )
+    return False
+
+
+def _drop_measured(directory: str) -> None:
+    """Remove the certificate next to heads and the figures of their tree file, whose tree any heads can use."""
+    with suppress(OSError):  # there is none, or another file is next to it
+        os.remove(file := os.path.join(directory, CERTIFICATE))
+        os.rmdir(os.path.dirname(file))
+    file = os.path.join(directory, "tree.json")
+    with suppress(UserError):  # a list of choices
+        tree = optional_json(file)
+        if tree.pop("evidence", None):
+            write_json(file, tree)
+            inform(f"{file} was fitted to other heads: its tree is kept, without figures")

@@ -18,6 +18,7 @@ from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
+from medusa_jax.tree.files import load_tree_file
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,27 @@ def load(path, llama=LLAMA, **options):
 def fails(match, path, *args, **options):
     with refused(match):
         load(path, *args, **options)
+
+
+def test_other_heads_do_not_keep_what_was_measured(base, tmp_path, capsys):
+    """As after further training: a certificate goes, a tree stays without its figures; the same heads keep both."""
+    _, heads, params = save(tmp_path, base, *make(base))
+    (tmp_path / "certificate").mkdir()
+    certificate = tmp_path / own_heads.CERTIFICATE
+    certificate.write_text("x")
+    fitted = {"choices": [[0]], "evidence": {"ladder": [], "positions": 9}}
+    (tmp_path / "tree.json").write_text(json.dumps(fitted))
+    save(tmp_path, base, heads, params)
+    assert certificate.exists() and load_tree_file(tmp_path / "tree.json")["evidence"]
+    other = jax.tree.map(lambda x: x + 1, params)
+    save(tmp_path, base, heads, other)
+    assert not certificate.parent.exists()
+    assert json.loads((tmp_path / "tree.json").read_text()) == {"choices": [[0]]}
+    assert load_tree_file(tmp_path / "tree.json")["choices"] == [[0]]
+    assert "its tree is kept, without figures" in capsys.readouterr().err
+    (tmp_path / "tree.json").write_text("[[0]]")
+    save(tmp_path, base, heads, params)
+    assert (tmp_path / "tree.json").read_text() == "[[0]]"
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
