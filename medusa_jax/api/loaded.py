@@ -26,6 +26,7 @@ from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.tree.files import parse_tree, tree_at
 from medusa_jax.tree.tree import Tree
 from medusa_jax.typed import known_arguments, read
+from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.constraints import Grammars
@@ -113,6 +114,18 @@ class LoadedModel:
     def products(self) -> str:
         """The implementation of products of few rows: "native" (our kernels) or "plain" (XLA's)."""
         return "native" if self.storage.panel else "plain"
+
+    def text_settings(self, repetition_penalty: float | None) -> Json:
+        """What a text depends on besides the weights, the prompt and other options: two equal ones, equal texts."""
+        return {
+            "no_repeat_ngram_size": self.no_repeat_ngram_size,
+            "repetition_penalty": repetition_penalty,
+            "dtype": str(self.dtype),
+            "weights": self.storage.weights or str(self.dtype),
+            "activations": self.storage.activations,
+            "context": self.config.max_position,
+            "platform": jax.default_backend(),
+        }
 
     def lossless(self, acceptance: str) -> bool | str:
         """Whether drafting keeps the text, or with "rejection" its distribution.

@@ -172,7 +172,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         )
     else:
         options = options.with_penalty(model.repetition_penalty)
-        settings |= files.model_settings(model, options.repetition_penalty)
+        settings |= model.text_settings(options.repetition_penalty)
         if mode != "continue":
             ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
             options = dataclasses.replace(options, eos_ids=tuple(sorted(ends)))

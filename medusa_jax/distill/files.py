@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from medusa_jax.distill.seeds import Seed
@@ -56,17 +55,6 @@ def settings_of(
         **({name: options[name] for name in USER_TURNS} if mode == "self_talk" else {}),
         "seeds": len(seeds),
         "seeds_sha256": hashlib.sha256(repr(seeds).encode()).hexdigest()[:16],
-    }
-
-
-def model_settings(model: "Model", repetition_penalty: float | None) -> Json:
-    """What the text depends on in a model that is loaded."""
-    return {
-        "no_repeat_ngram_size": model.no_repeat_ngram_size,
-        "repetition_penalty": repetition_penalty,
-        "dtype": str(model.dtype),
-        "weights": model.storage.weights or str(model.dtype),
-        "platform": jax.default_backend(),
     }
 
 

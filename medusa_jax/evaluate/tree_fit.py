@@ -124,7 +124,9 @@ def rank_texts(
     """
     prompt_ids = [t.ids[: t.n_prompt] for t in texts] or [model.encode(p) for p in prompts]
     weights = b"".join(map(sample_bytes, jax.tree.leaves(model.variables)))
-    made_by = (model.drafter.heads, str(model.dtype), model.storage, zlib.crc32(weights))
+    options = options.with_penalty(model.repetition_penalty)
+    settings = model.text_settings(options.repetition_penalty)
+    made_by = (model.drafter.heads, settings, model.storage, zlib.crc32(weights))
     marks = repr((prompt_ids, options, *made_by, *texts))
     records = _earlier_ranks(keep, marks)
     with ProgressBar("texts and their ranks", len(prompt_ids), "text", len(records)) as bar:

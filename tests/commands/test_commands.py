@@ -159,6 +159,10 @@ def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypat
     model.variables = jax.tree.map(lambda x: x * 2, model.variables)
     tree_fit.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
     assert written == [2] * 9
+    # Of the model, not of the options.
+    model.no_repeat_ngram_size = 2
+    tree_fit.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
+    assert written == [2] * 11
 
 
 def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch, capsys):
