@@ -99,6 +99,11 @@ def run(flags: Flags) -> int:
         raise UserError(
             "own trains by configs/own.py: run it in a clone (pip install -e .)"
         )
+    if marks := {*flags.out} & {
+        ",",
+        "@",
+    }:  # data.source and --drafters are lists with these
+        raise UserError(f"--out {flags.out!r}: give a path without {' and '.join(marks)}")
     out = Path(flags.out)
     with hosts.locked(out), next_command.silent():
         plan = plan_of(flags, out)

@@ -130,6 +130,9 @@ def test_what_cannot_be_done_is_refused_before_the_work(
         return capsys.readouterr().err
 
     monkeypatch.setattr(own, "do_parts", lambda *_: tmp_path)
+    for mark in (",", "@"):
+        assert f"without {mark}" in refusal(f"--out={tmp_path / f'a{mark}b'}")
+        assert not (tmp_path / f"a{mark}b").exists()
     assert "vlm" in refusal("--to=vlm,vllm")
     assert "--to sglang is for" in refusal("--to=vllm,sglang")
     assert "20 questions in --limit 20 records, 32 are needed" in refusal("--limit=20")
