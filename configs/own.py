@@ -5,13 +5,16 @@
 M is a directory in Hugging Face form, a .gguf file, a hub id or a name; D is JSON lines, best of the
 model's own text (`medusa distill` writes it). `--config.heads.drafter` chooses the family:
 medusa (the default), hydra, hydrapp, amphista, amphista_alpha, eagle, eagle3, dflash or dspark. Sizes follow
-from the model and the device, and every field can be set, such as `--config.train.steps=1000`. A twentieth of the
-samples is held out. On a CPU the defaults are a trial of minutes for a model below a billion
+from the model, the amount of text and the device, and every field can be set, such as `--config.train.steps=1000`. A
+twentieth of the samples is held out. On a CPU the defaults are a trial of minutes for a model below a billion
 parameters.
 """
 
 import dataclasses
+import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 
@@ -29,6 +32,8 @@ from medusa_jax.files.hf import model_shape
 from medusa_jax.files.hub import resolve
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, whole_config
+from medusa_jax.sharding import make_mesh, row_shards
+from medusa_jax.training.data.sources import files_in, names
 
 # DFlash and DSpark.
 BLOCKS = {
@@ -53,9 +58,13 @@ FAMILIES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 # Backbones from this vocabulary on have a draft vocabulary.
 LARGE_VOCABULARY = 16_384
+# Updates that heads on a small text need, and the most passes over it for them.
+UPDATES, PASSES = 400, 10
+# Rows of a microbatch on one device.
+MICROBATCH = 8
 # Fields of a trial on a CPU.
 ON_A_CPU = {
-    "data.max_samples": 1000, "data.seq_len": 512, "train.batch_size": 4, "train.accumulation": 1,
+    "data.max_samples": 1000, "data.seq_len": 512, "train.batch_size": 4,
     "train.steps": 400, "train.log_every": 10, "train.eval_every": 100, "train.save_every": 100,
     "data.cache_features": "bfloat16", "model.param_dtype": "float32", "mesh": (1, 1, 1),
 }  # fmt: skip
@@ -70,8 +79,7 @@ def get_config() -> Config:
         optim=OptimConfig(lr=3e-3, warmup_steps=-1),
         train=TrainConfig(
             stage="medusa1",
-            batch_size=64,
-            accumulation=8,
+            batch_size=64,  # at most: `follow_text`
             epochs=2,
             remat=False,
             lambda_decay=1.0,
@@ -122,4 +130,38 @@ def complete(cfg: Config, names: frozenset[str]) -> Config:
     for name, value in fields.items():
         if name not in names:
             override(cfg, name, value)
+    follow_text(cfg, names)
     return cfg
+
+
+def follow_text(cfg: Config, names: frozenset[str]) -> None:
+    """Fewer rows a batch and more passes for a small text, which else gives a few updates."""
+    train, tokens = cfg.train, about_tokens(cfg.data.source)
+    if "train.batch_size" not in names:
+        train.batch_size = batch_for(cfg, tokens)
+    if "train.accumulation" not in names:
+        train.accumulation = max(1, train.batch_size // MICROBATCH)
+    if "train.epochs" not in names:
+        positions = UPDATES * train.batch_size * cfg.data.seq_len
+        wanted = math.ceil(positions / max(tokens, 1))
+        train.epochs = min(PASSES, max(train.epochs, wanted))
+
+
+def batch_for(cfg: Config, tokens: float) -> int:
+    """Rows of an update: up to `train.batch_size`, as many as leave `UPDATES` updates in `PASSES` passes over a text."""
+    rows = row_shards(make_mesh(cfg.mesh))
+    most = min(cfg.train.batch_size, PASSES * tokens / (UPDATES * cfg.data.seq_len))
+    while 2 * rows <= most:
+        rows *= 2
+    return rows
+
+
+def about_tokens(source: str) -> float:
+    """Roughly the tokens of a `data.source`, at four bytes each; infinite if its files are not on this machine."""
+    files = []
+    for name in names(source):
+        tokens = Path(name, "tokens.npy")
+        found = files_in(name) if os.path.isdir(name) else [Path(name)]
+        files += [tokens] if tokens.is_file() else found
+    known = all(file.is_file() for file in files)
+    return sum(file.stat().st_size for file in files) / 4 if known else math.inf

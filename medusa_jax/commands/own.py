@@ -43,8 +43,8 @@ BATCH, HELD_OUT, COMPARED = 16, 16, 4
 # The trained heads in DIR; the learning rate of heads that go on.
 HEADS = "run/export"
 RESTARTED = 1e-3
-# Most epochs and steps of training; tokens that a chat template adds, roughly.
-EPOCHS, STEPS, TEMPLATE = 10, 400, 30
+# Tokens that a chat template adds, roughly.
+TEMPLATE = 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,8 @@ def check_engines(flags: Flags, out: Path) -> None:
 
 def recipe(flags: Flags, out: Path, **fields: object) -> Config:
     """The configuration of the training."""
-    given: Json = {"model.path": flags.model, "data.source": flags.questions}
+    # A text that is not there has the recipe's largest batch.
+    given: Json = {"model.path": flags.model, "data.source": out / "text.jsonl"}
     given |= {"heads.drafter": flags.drafter or "medusa"}
     given |= {"data.chat_template": flags.chat_template or ""}
     given |= (started(flags, out) if flags.start else {}) | fields
@@ -223,18 +224,20 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
         template_source(model.tokenizer, flags.chat_template or "")
     costs = measure(model, BATCH, cfg.heads.n_heads, cfg.heads.draft_vocab)
     lengths = [len(model.encode(text)) + TEMPLATE for text in texts]
-    answer, positions = flags.max_new_tokens, cfg.train.batch_size * cfg.data.seq_len
+    answer, rule = flags.max_new_tokens, train.load_recipe(str(RECIPE))
 
     def job(n: int, share: float) -> "Workload":
         longest = sorted(lengths[:n], reverse=True)[::BATCH]
         padded = [1 << k.bit_length() for k in longest]
         read = BATCH * (sum(padded) + sum(set(padded)))  # once more to compile
         tokens = sum(lengths[:n]) + n * answer
-        steps = max(1, int(share * min(STEPS, EPOCHS * tokens // positions)))
+        batch = rule.batch_for(cfg, tokens)
+        positions = batch * cfg.data.seq_len
+        steps = max(1, int(share * min(rule.UPDATES, rule.PASSES * tokens // positions)))
         learned = steps * positions * n * answer // tokens
         decoded, compared = len(longest) * answer, COMPARED * answer
         return Workload(
-            n, len(set(padded)), steps, decoded, read, tokens, learned, compared
+            n, len(set(padded)), batch, steps, decoded, read, tokens, learned, compared
         )
 
     left = 60 * flags.minutes - (time.perf_counter() - began) if flags.minutes else math.inf
@@ -252,7 +255,8 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
 
 def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     """Do what has no result yet; returns the directory of the heads."""
-    steps, text, heads = plan["job"]["steps"], out / "text", out / HEADS
+    text, heads, steps = out / "text", out / HEADS, plan["job"]["steps"]
+    batch = plan["job"].get("batch", 4)  # of earlier versions
     shared = {"model": flags.model, "max_new_tokens": flags.max_new_tokens}
     shared |= {"chat_template": flags.chat_template}
 
@@ -278,7 +282,7 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     source, kept, evaluated = split(text)
     part("training", heads / "heads.json", lambda: train.run(recipe(flags, out, **{
         "data.source": source, "data.eval_source": evaluated, "data.held_out": 0, "train.steps": steps,
-        "train.eval_every": max(1, steps // 4),
+        "train.batch_size": batch, "train.eval_every": max(1, steps // 4),
     })))  # fmt: skip
     part("tree", heads / "tree.json", lambda: call(
         calibrate.main, drafter=heads, prompts=kept, out=heads / "tree.json", batches=1, **shared,

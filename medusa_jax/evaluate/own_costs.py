@@ -40,7 +40,8 @@ class Workload(NamedTuple):
     """The work of `own`.
 
     Attributes:
-      questions, sizes, steps: that are answered; of padded prompts; of training.
+      questions, sizes: that are answered; of padded prompts.
+      batch, steps: rows of an update of training; updates.
       decoded: steps of whole batches.
       read, tokens: tokens of prompts as they are padded; of all texts.
       learned: positions that all training steps learn from.
@@ -49,6 +50,7 @@ class Workload(NamedTuple):
 
     questions: int
     sizes: int
+    batch: int
     steps: int
     decoded: int
     read: int

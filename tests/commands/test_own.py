@@ -39,7 +39,7 @@ def given(tmp_path_factory):
 
 def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
     """With flags that its command knows; a stopped part is begun again, a finished one is not."""
-    job = Workload(40, 1, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
+    job = Workload(40, 1, 4, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
     costs = Costs(program=1.0, step=0.01, steps=0.02, token=0.001, learned=0.001)
     monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
     out, done, stop = tmp_path / "out", [], ["medusa calibrate"]
@@ -164,7 +164,7 @@ def test_heads_are_rebuilt_after_a_fine_tuning(given, tmp_path, monkeypatch, cap
     write_heads(
         tmp_path / "heads", config, random_params(config, 1), heads, ids=range(3, 30)
     )
-    job = Workload(40, 1, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
+    job = Workload(40, 1, 4, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
     costs = Costs(program=1.0, step=0.01, steps=0.02, token=0.001, learned=0.001)
     monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
     evaluate, killed = Evaluator.__call__, []

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 
+import jax
 import numpy as np
 import pytest
 from files import write_lines
@@ -14,7 +15,10 @@ from medusa_jax.__main__ import main
 from medusa_jax.commands import own as own_heads
 from medusa_jax.commands import train
 from medusa_jax.commands.serve import main as serving
+from medusa_jax.config import Config, TrainConfig
+from medusa_jax.evaluate.own_costs import Costs
 from medusa_jax.heads.registry import drafter_class
+from medusa_jax.training.plan import RunPlan
 
 # Smaller than the page's.
 MORE = {
@@ -96,6 +100,40 @@ def test_sizes_follow_from_model_and_family(model, questions):
     given = ("data.source=x", "data.seq_len=20", "heads.skip=random", "heads.drafter=hydra")
     cfg = train.parse(own(f"model.path={model}", *given))
     assert (cfg.data.seq_len, cfg.heads.skip, cfg.heads.n_heads) == (20, "random", 4)
+
+
+def test_a_small_text_gives_hundreds_of_updates_everywhere(tmp_path, monkeypatch):
+    """Of 300 conversations or 200 questions; a large text has the recipe's batch. One rule for all devices."""
+    write_ending_model(tmp_path / "m", max_position=2048)
+    talk = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": "a" * 1000},
+    ]
+    write_lines(tmp_path / "talk.jsonl", [{"messages": talk}] * 300)
+    size = (tmp_path / "talk.jsonl").stat().st_size / 4
+    costs = Costs(program=0.5, step=0.001, steps=1.0, token=0.002, learned=0.0005)
+    monkeypatch.setattr("medusa_jax.evaluate.own_costs.measure", lambda *_: costs)
+    asked = write_lines(tmp_path / "q.jsonl", ({"turns": [f"{n}"]} for n in range(200)))
+    flags = own_heads.Flags(
+        model=f"{tmp_path}/m", questions=f"{asked}", out=f"{tmp_path}/o"
+    )
+    for backend, most, seq_len in (("gpu", 64, 2048), ("cpu", 4, 512)):
+        monkeypatch.setattr(jax, "default_backend", lambda name=backend: name)
+        given = f"model.path={tmp_path}/m", f"data.source={tmp_path}/talk.jsonl"
+        plan = RunPlan(train.parse([*own(*given), f"--workdir={tmp_path}/run"]))
+        assert (
+            200 <= plan.steps(int(size) // seq_len) <= 800 and plan.data.seq_len == seq_len
+        )
+        assert plan.train.accumulation == 1
+        cfg = train.parse(own(*given[:1], "data.source=a/dataset"))
+        assert (cfg.train.batch_size, cfg.train.epochs) == (most, 2)
+        assert cfg.train.accumulation == max(1, most // 8)
+        job, _ = own_heads.fitted(flags, own_heads.recipe(flags, tmp_path))
+        assert 100 <= job.steps <= 400 and job.batch <= 4, backend
+    for shards, tokens, batch in ((6, 1e9, 48), (8, 100, 8)):
+        monkeypatch.setattr("medusa_jax.sharding.row_shards", lambda _, n=shards: n)
+        rule = train.load_recipe(f"{ROOT}/configs/own.py")
+        assert rule.batch_for(Config(train=TrainConfig(batch_size=64)), tokens) == batch
 
 
 def test_one_line_says_what_is_wrong(model, tmp_path, capsys):
