@@ -71,6 +71,8 @@ def why_not(heads: HeadsConfig, target: str, llama: LlamaConfig | None = None) -
         return (
             f"--to {target} is for {kinds} heads, not {heads.drafter} (these: --to {fit})"
         )
+    if reason := limits.why_not(heads, llama):
+        return reason
     # Heads that share the backbone's LM head can score all tokens.
     if heads.draft_vocab and heads.lm_head != "shared" and not limits.draft_vocab:
         rows = targets_of(heads.drafter)
@@ -79,4 +81,4 @@ def why_not(heads: HeadsConfig, target: str, llama: LlamaConfig | None = None) -
             f"--to {target} cannot name the {heads.draft_vocab} tokens of a draft vocabulary, as only "
             f"--to {able} can (heads.lm_head 'shared' or heads.draft_vocab 0 avoids it)"
         )
-    return limits.why_not(heads, llama)
+    return ""

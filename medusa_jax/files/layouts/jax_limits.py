@@ -40,9 +40,10 @@ def eagle3(engine: str, heads: Any, llama: LlamaConfig | None) -> str:
 
 def blocks(engine: str, heads: Any, llama: LlamaConfig | None) -> str:
     """DFlash, in sglang-jax DSpark too, whose layers see all of the text and of the block."""
-    rank, own = heads.markov_rank, heads.lm_head != "shared" or heads.draft_vocab
+    rank, narrow, own = heads.markov_rank, heads.draft_vocab, heads.lm_head != "shared"
     faults: Faults = [
-        (own, f"scores all tokens by the model's LM head, not by {heads.lm_head!r}"),
+        (narrow, f"scores all tokens, not the {narrow} of heads.draft_vocab"),
+        (own, f"scores by the model's LM head, not by {heads.lm_head!r}"),
         (heads.window, f"ignores windows (heads.window {heads.window})"),
         (heads.causal == "all", "lets a slot see all others, not those before it alone"),
         (engine == TPU and rank, f"has no Markov head (heads.markov_rank {rank})"),

@@ -117,11 +117,10 @@ def eagle3(heads: Any, llama: LlamaConfig | None) -> str:
 
 def dflash(heads: Any, llama: LlamaConfig | None) -> str:
     """DFlash or DSpark as published, with the backbone's LM head."""
-    if heads.lm_head != "shared" or heads.draft_vocab:
-        return (
-            "other engines score all tokens by the model's LM head, these heads have LM head "
-            f"{heads.lm_head!r} and draft_vocab {heads.draft_vocab}"
-        )
+    if heads.draft_vocab:
+        return f"--to dflash scores all tokens, not the {heads.draft_vocab} of heads.draft_vocab"
+    if heads.lm_head != "shared":
+        return f"--to dflash scores by the model's LM head, not by {heads.lm_head!r}"
     if heads.markov_rank and not heads.root_guesses:
         return "--to dflash cannot say that DSpark's root does not guess: --to speculators"
     if heads.window and heads.window_at_root:

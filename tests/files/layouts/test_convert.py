@@ -193,7 +193,16 @@ def test_links_that_leave_the_directory_are_not_copied(target, base, tmp_path, c
         ("dflash", {"drafter": "dflash", "tap_layers": "1,0"}, "in order, not 1,0"),
         ("sglang", {"drafter": "eagle3", "n_layers": 2}, "one layer, not 2"),
         ("eagle3", {"drafter": "eagle3", "tap_layers": "0,1"}, r"not \(0, 1\), since"),
-        ("dflash", {"drafter": "dspark", "draft_vocab": 9}, "and draft_vocab 9"),
+        (
+            "dflash",
+            {"drafter": "dspark", "draft_vocab": 9},
+            "not the 9 of heads.draft_vocab",
+        ),
+        (
+            "dflash",
+            {"drafter": "dflash", "lm_head": "own"},
+            "model's LM head, not by 'own'",
+        ),
         ("dflash", {"drafter": "dspark", "root_guesses": False}, "root does not guess"),
     ],
 )

@@ -85,7 +85,9 @@ BOTH = [
     (DFLASH, {"window": 4, "sliding_layers": "0"}, {}, "ignores windows"),
     (DFLASH, {"causal": "all"}, {}, "lets a slot see all others"),
     (DFLASH, {"root_guesses": True}, {}, "drops the guess of the root's slot"),
-    (DFLASH, {"lm_head": "own"}, {}, "scores all tokens by the model's LM head"),
+    (DFLASH, {"lm_head": "own"}, {}, "scores by the model's LM head, not by 'own'"),
+    (DFLASH, {"draft_vocab": 11}, {}, "scores all tokens, not the 11 of heads.draft_vocab"),
+    (DFLASH, {"draft_vocab": 11, "lm_head": "own"}, {}, "scores all tokens, not the 11"),
     (DFLASH, {"tap_layers": "3,1"}, {}, "reads each layer once, in order"),
     (DFLASH, {}, {"qkv_bias": True}, "inner streams of LlamaForCausalLM and Qwen3ForCausalLM only"),
 ]  # fmt: skip
