@@ -159,9 +159,9 @@ def test_no_circle_inside_a_room():
 
 # Budgets with 3% of slack, set when a large change ends. Lines of all files that decoding reaches by imports, with plain
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
-GENERATE_LINES = 7_075
-LINES, CHARACTERS = 51_700, 2_128_500
-TEST_LINES, SITE_WORDS = 33_090, 19_000
+GENERATE_LINES = 7_110
+LINES, CHARACTERS = 51_880, 2_136_500
+TEST_LINES, SITE_WORDS = 33_330, 19_000
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",
@@ -195,8 +195,8 @@ def test_what_a_reader_of_decoding_cannot_avoid():
 
 # Lines of the package that a command has loaded when it ends.
 LOADED = {
-    "decode.py --prompt hi --max_new_tokens 2": 16_804,
-    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 17_514,
+    "decode.py --prompt hi --max_new_tokens 2": 16_870,
+    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 17_580,
     "train.py --config=configs/demo_medusa.py --config.dry_run": 12_660,
 }
 COUNT_LOADED = """
