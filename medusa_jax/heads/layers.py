@@ -26,6 +26,7 @@ from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of, z
 from medusa_jax.model.masks import CausalMask, Mask, mask_after
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
+from medusa_jax.model.stored import Kernel
 from medusa_jax.sharding import PyTree
 
 
@@ -39,9 +40,13 @@ class ResBlock(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         D = x.shape[-1]
         kernel = kernel_of(self, nn.initializers.zeros, (D, D))
-        y = self.kernels.multiply(x, kernel, self.dtype).astype(self.dtype)
+        y = self.product(x, kernel).astype(self.dtype)
         bias = self.param("bias", nn.initializers.zeros, (D,)).astype(self.dtype)
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
+
+    def product(self, x: jax.Array, kernel: Kernel) -> jax.Array:
+        """x W, as in `Linear`."""
+        return self.kernels.multiply(x, kernel, self.dtype)
 
 
 def applied(module: nn.Module, params: Params, *args: Any) -> Any:

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from medusa_jax.model.layers import Linear
 from medusa_jax.sharding import Params
 
 # Where a kernel's parameters have its moments while they are gathered.
@@ -44,8 +43,7 @@ def joined(heads: Params, moments: Params) -> Params:
 def observe(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Interceptor of modules (`nn.intercept_methods`) that observes joined kernels."""
     y, module = call(*args, **kwargs), context.module
-    is_linear = isinstance(module, Linear) and context.method_name == "__call__"
-    if not (is_linear and module.has_variable("params", ENTRY)):
+    if context.method_name != "product" or not module.has_variable("params", ENTRY):
         return y
     return _observed(y, args[0], module.get_variable("params", ENTRY))
 

@@ -48,13 +48,17 @@ class Linear(nn.Module):
         else:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
             kernel = kernel_of(self, init, (x.shape[-1], *width))
-            y = self.kernels.multiply(x, kernel, self.dtype)
+            y = self.product(x, kernel)
             y = y.reshape(*x.shape[:-1], *width)
         y = add_adapter(self, x, y)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, width)
             y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
         return y.astype(self.dtype)
+
+    def product(self, x: jax.Array, kernel: Kernel) -> jax.Array:
+        """x W. A method, so that interceptors see it (`learning/moments.py`)."""
+        return self.kernels.multiply(x, kernel, self.dtype)
 
 
 def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
