@@ -23,6 +23,7 @@ from medusa_jax.evaluate.text_ranks import Text
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.learning import adapter, adapter_file
 from medusa_jax.learning.learner import Learner
+from medusa_jax.learning.moments import forgotten
 from medusa_jax.learning.windows import ranks_in, windows_of
 from medusa_jax.serving import Request, Server
 from medusa_jax.serving.http import make_app
@@ -149,6 +150,13 @@ def test_every_kind_of_heads_learns(made, name):
     assert losses[-1] < losses[0] and all(map(np.any, jax.tree.leaves(learning.factors)))
     learning.remember(window)
     assert all(map(np.any, jax.tree.leaves(learning._moments)))
+    learning.begin(learning._trained)
+    lost = []
+    for _ in range(adapter.WARM_UP):  # with nothing to learn, it goes back to what was
+        learning._learned = 1
+        learning.step()
+        lost.append(float(forgotten(learning._trained, learning._moments, 253, 1.0)))
+    assert 0 < lost[-1] < lost[0]
 
 
 def test_what_is_refused(made, tmp_path):
