@@ -116,7 +116,7 @@ class LoadedModel:
         return "native" if self.storage.panel else "plain"
 
     def text_settings(self, repetition_penalty: float | None) -> Json:
-        """What a text depends on besides the weights, the prompt and other options: two equal ones, equal texts."""
+        """Settings of the model that change its text, to compare with those of an earlier run."""
         return {
             "no_repeat_ngram_size": self.no_repeat_ngram_size,
             "repetition_penalty": repetition_penalty,

@@ -85,7 +85,7 @@ def summary(facts: Json, loaded: float, first: float, read: float) -> str:
     Args:
       loaded: seconds from the start of the command until the model was loaded.
       first: seconds from then on to the first token.
-      read: those of them in which the prompt was read.
+      read: seconds that reading the prompt took of these.
     """
     weights = facts["weights"]
     storage = "" if weights == facts["dtype"] else f", {weights} weights"

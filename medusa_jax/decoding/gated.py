@@ -3,8 +3,8 @@
 Plain steps draft nothing, so the drafter need not read their positions at once: they are *deferred*, and the
 drafter reads up to `DEFERRED` of them in one pass, at the latest before a step that drafts.
 
-A drafter that copies text knows beforehand what its drafts are worth: after too short a match (`least_match`) a step is
-plain, and the gate's rates are those of the other steps.
+A drafter that copies text knows before a step how long its match is. If that is below `least_match`, the step is plain
+and the gate does not count it.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the draft heads would forget: a quadratic estimate of the loss on rehearsed text.
+"""Estimates how much the loss on rehearsed text grows when the draft heads change.
 
 Near the loaded heads the loss of a text grows with the square of a kernel's change D. K-FAC (Martens & Grosse 2015, arXiv
 1503.05671; against forgetting: Ritter et al. 2018, arXiv 1805.07810) estimates it from two moments of each kernel:
@@ -35,7 +35,7 @@ def no_moments(shapes: dict[str, tuple[int, int]]) -> Params:
 
 
 def joined(heads: Params, moments: Params) -> Params:
-    """Heads whose kernels are observed: the gradient of their moments is what a text adds to these."""
+    """Heads with moments. Under `observe`, the gradient of the latter is the moments of the text in the loss."""
     flat = flatten_dict(heads) | flatten_dict(moments)
     return unflatten_dict(flat)  # type: ignore[no-any-return]
 
@@ -70,7 +70,7 @@ _observed.defvjp(_forward, _backward)
 
 
 def forgotten(factors: Params, moments: Params, tokens: Any, scale: float) -> jax.Array:
-    """What the mean loss of a rehearsed token is estimated to grow by.
+    """The estimated increase of the mean loss on rehearsed tokens.
 
     Args:
       factors: of the kernels' changes, `scale` a_IR b_RO.

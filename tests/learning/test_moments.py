@@ -25,7 +25,7 @@ class Pair(nn.Module):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("n", [1, 4])
 def test_one_row_is_exact_and_rows_outside_the_loss_do_not_count(n):
-    """With one row in the loss, half the square of what a change of a kernel does to it at first order."""
+    """With one row in the loss, the estimate is half the square of the first-order change."""
     rng = np.random.default_rng(0)
     x_NI, weight_O = rng.standard_normal((n, I)), rng.standard_normal(O)
     shapes, pair = {"up": (I, O), "down": (O, O)}, Pair()
