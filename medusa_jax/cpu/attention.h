@@ -32,8 +32,12 @@ inline std::vector<int32_t> Paths(const bool* mask, int64_t T, int64_t M) {
   return paths;
 }
 
+// Positions that are fetched from memory before they are read.
+constexpr int kAhead = 16;
 // Tokens of a long text that are attended at a time: their scores stay in the processor's cache.
 constexpr int64_t kAttending = 16;
+// Positions whose values are summed at a time in registers: many for many queries, few while memory is the limit.
+constexpr int kBlock = 64, kFewQueries = 16;
 // Queries that share one load of a value, and vectors of a value that are summed at a time.
 constexpr int kShared = 4, kSummed = kRows > 6 ? 4 : 2;
 
@@ -66,14 +70,14 @@ inline Vector Scores(const float* query, int64_t size, const float* const* keys)
   return Sums(sums);
 }
 
-// Adds kLanes values by their weights [kQueries, stride] to kVectors vectors of out [kQueries, size].
+// Adds `count` values by their weights [kQueries, stride] to kVectors vectors of out [kQueries, size].
 template <int kQueries, int kVectors>
-void AddValues(const float* weights, int64_t stride, const float* const* values, int64_t at, int64_t size,
-               float* out) {
+void AddValues(const float* weights, int64_t stride, const float* const* values, int64_t count, int64_t at,
+               int64_t size, float* out) {
   Vector sums[kQueries][kVectors];
   for (int q = 0; q < kQueries; ++q)
     for (int v = 0; v < kVectors; ++v) sums[q][v] = Load(out + q * size + at + v * kLanes);
-  for (int p = 0; p < kLanes; ++p)
+  for (int64_t p = 0; p < count; ++p)
 #pragma GCC unroll 4
     for (int q = 0; q < kQueries; ++q)
 #pragma GCC unroll 4
@@ -128,12 +132,12 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
     common = std::min(common, is_text(r) ? start + length : start);
     last = std::max(last, start + (length ? path[length - 1] + 1 : 0));
   }
-  const int64_t end = std::max(begin, common / kLanes * kLanes);
+  common = std::max(begin, common);
   // The weights of other layers have evicted keys and values from the processor's cache.
-  const auto fetch = [&](const float* cached, int64_t p) {
-    for (int64_t i = 0; i < kLanes * size; i += 16) __builtin_prefetch(cached + p * size + i);
+  const auto fetch = [&](const float* cached, int64_t p, int64_t count) {
+    for (int64_t i = 0; i < count * size; i += 16) __builtin_prefetch(cached + p * size + i);
   };
-  fetch(keys, begin);
+  fetch(keys, begin, kAhead);
   thread_local std::vector<float> memory;
   memory.resize(kLanes + n * (room + 2 * size + 1));
   // All arrays but the totals are aligned, so that no vector crosses two cache lines.
@@ -144,13 +148,13 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t h = 0; h < heads * size; h += kLanes)
       Store(scaled + r * heads * size + h, Load(queries + r * stride + h) * scale);
-  const float* at[kLanes];
+  const float* at[kBlock];
   for (int64_t p = begin; p < last; p += kLanes) {
-    fetch(keys, p + kLanes);
+    fetch(keys, p + kAhead, kLanes);
     for (int l = 0; l < kLanes; ++l) at[l] = keys + std::min(p + l, last - 1) * size;
     for (int64_t q = 0; q < n; ++q) Store(scores + q * room + p, Scores(scaled + q * size, size, at));
   }
-  fetch(values, begin);
+  fetch(values, begin, kAhead);
   for (int64_t q = 0; q < n; ++q) {
     const int64_t r = q / heads;
     const int32_t* path = paths + r * (M + 1);
@@ -159,25 +163,25 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
     totals[q] = Weigh(scores + q * room, begin, first(r), count(r));
   }
   std::fill(sums, sums + n * size, 0.0f);
-  // Adds the values at kLanes positions from p on for `count` queries.
-  const auto add = [&](int64_t q, int64_t count, int64_t p) {
+  // Adds the values at positions [p, end), at most kBlock, for `count` queries from q on.
+  const auto add = [&](int64_t q, int64_t count, const Text& text, int64_t p, int64_t end) {
+    for (int64_t l = p; l < end; ++l) at[l - p] = text[l];
     InGroups<kShared>(count, [&](int64_t i, auto some) {
       InGroups<kSummed>(size / kLanes, [&](int64_t v, auto vectors) {
-        AddValues<some, vectors>(scores + (q + i) * room + p, room, at, v * kLanes, size, sums + (q + i) * size);
+        const int64_t query = q + i;
+        AddValues<some, vectors>(scores + query * room + p, room, at, end - p, v * kLanes, size, sums + query * size);
       });
     });
   };
-  for (int64_t p = begin; p < end; p += kLanes) {
-    fetch(values, p + kLanes);
-    for (int l = 0; l < kLanes; ++l) at[l] = values + (p + l) * size;
-    add(0, n, p);
+  const int64_t block = n > kFewQueries ? kBlock : kLanes;
+  for (int64_t p = begin; p < common; p += block) {
+    fetch(values, p + kAhead, block);
+    add(0, n, {values, nullptr, common, size}, p, std::min(p + block, common));
   }
   for (int64_t r = 0; r < rows; ++r) {
     const Text text{values, paths + r * (M + 1), start, size};
-    for (int64_t p = end; p < count(r); p += kLanes) {
-      for (int l = 0; l < kLanes; ++l) at[l] = text[std::min(p + l, count(r) - 1)];
-      add(r * heads, heads, p);
-    }
+    for (int64_t p = common; p < count(r); p += kBlock)
+      add(r * heads, heads, text, p, std::min(p + kBlock, count(r)));
   }
   for (int64_t q = 0; q < n; ++q)
     for (int64_t h = 0; h < size; h += kLanes)

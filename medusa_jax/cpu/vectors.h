@@ -210,6 +210,7 @@ inline Vector Exp(Vector x) {
   const Vector n = shifted - kRound;
   const Vector r = MulAdd(n, Spread(2.12194440e-4f), MulAdd(n, Spread(-0.693359375f), x));
   Vector y = zero + 1.0f / 5040;
+#pragma GCC unroll 8
   for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
     y = MulAdd(y, r, Spread(c));
   Ints power;
