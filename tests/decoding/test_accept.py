@@ -1,7 +1,6 @@
 """Acceptance rules against slow, plain references."""
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import sampling_of
+from planted import sampling_of, verified
 from trees import TracedTree, trees
 
-from medusa_jax.decoding.acceptance import Drafts, Verified
 from medusa_jax.decoding.acceptance.rule import walk
 from medusa_jax.decoding.acceptance.targets import (
     accept_down,
@@ -69,8 +67,7 @@ def test_walk_finds_the_longest_path_that_matches(tree, seed, p):
 @jax.jit
 def both_ways(nodes, logits, tree, sampling, length):
     """Target tokens of all nodes at once, as on an accelerator, and down the path, as on a CPU."""
-    drafts = Drafts(tree, nodes, (), None)
-    v = Verified(drafts, None, logits, None, sampling, length)
+    v = verified(tree, nodes, logits, sampling, length)
     kernels = CpuKernels()
     tokens = target_tokens(kernels, logits, v.positions_BM, sampling, tree)
     return accept_targets(nodes, tokens, tree), accept_down(kernels, v)
@@ -109,8 +106,12 @@ def typical_reference(tree, nodes, logits, temperature, epsilon, delta):
     return path, int(np.argmax(logits[path[-1]]))
 
 
-traced_typical = jax.jit(partial(accept_typical, CpuKernels()))
-typical = jax.jit(partial(accept_typical, CpuKernels()), static_argnums=2)
+def accepted(*given):
+    return accept_typical(CpuKernels(), verified(*given))
+
+
+traced_typical = jax.jit(accepted)
+typical = jax.jit(accepted, static_argnums=0)
 
 
 @pytest.mark.usefixtures("x64")
@@ -133,7 +134,7 @@ def test_typical_acceptance_is_the_papers_rule():
         sampling = sampling.replace(
             epsilon_B=np.full(2, epsilon), delta_B=np.full(2, delta)
         )
-        got = traced_typical(nodes, logits, TracedTree.of(tree), sampling)
+        got = traced_typical(TracedTree.of(tree), nodes, logits, sampling)
         for row in range(2):
             # Temperatures are stored as float32.
             args = (np.float64(np.float32(temperature)), *thresholds)
@@ -150,7 +151,7 @@ def test_typical_acceptance_never_takes_a_filtered_token():
     tree = Tree.chain(1)
     logits = jnp.array([[[3.0, 2.9, 2.8], [0.0, 1.0, 0.0]]])
     for top_k, n in ((0, 1), (1, 0), (2, 1)):
-        got = typical(np.array([[0, 1]]), logits, tree, sampling_of(1, top_k=top_k))
+        got = typical(tree, np.array([[0, 1]]), logits, sampling_of(1, top_k=top_k))
         assert got.n_B.tolist() == [n]
         assert got.bonus_B.tolist() == [1 if n else 0]
 
@@ -160,7 +161,7 @@ def test_typical_ties_go_to_the_likelier_path_even_over_impossible_siblings():
     tree = Tree.from_choices([[0], [1], [2], [0, 0], [1, 0]])
     logits = jnp.array([[[2.0, 2.2, -9.0, -9.0]] + [[1.0, 0.0, 0.0, 0.0]] * 5])
     nodes = jnp.array([[3, 0, 1, 2, 0, 0]])
-    got = typical(nodes, logits, tree, sampling_of(1, top_k=2))
+    got = typical(tree, nodes, logits, sampling_of(1, top_k=2))
     assert got.path_BL.tolist() == [[0, 2, 5]]
 
 
@@ -174,7 +175,7 @@ def test_typical_thresholds_belong_to_rows_and_temperature_zero_is_greedy():
         epsilon_B=jnp.array([0.2, 0.3, 0.2, 0.2]),
         delta_B=jnp.array([5.0, 5.0, 5.0, 5.0]),
     )
-    got = typical(nodes, logits, tree, sampling)
+    got = typical(tree, nodes, logits, sampling)
     assert got.n_B.tolist() == [1, 0, 0, 1]
 
 

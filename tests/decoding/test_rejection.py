@@ -5,6 +5,7 @@ has its mutations: a sampler broken on purpose must fail it.
 """
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from cases import thinned, wide
 from laws import agrees, law_of
-from planted import filtered_scores, sampling_of
+from planted import filtered_scores, sampling_of, verified
 from scipy.special import softmax
 
 from medusa_jax.decoding.acceptance import rejection
@@ -58,8 +59,8 @@ def step(p_VV, q_DVV, by_path, sampling, length_B, tree=TREE):
         draft_logits.append(logits_BPV if by_path else logits_BPV[:, 0])
     nodes_BM = jnp.stack(nodes, axis=1)
     logits_BMV = jnp.asarray(p_VV)[nodes_BM]
-    given = nodes_BM, logits_BMV, tree, sampling, length_B, draft_logits
-    got = accept_rejection(CpuKernels(), *given)
+    given = tree, nodes_BM, logits_BMV, sampling, length_B, draft_logits
+    got = accept_rejection(CpuKernels(), verified(*given))
     path_BM = jnp.take_along_axis(nodes_BM, got.path_BL, axis=1)
     tokens_BL = jnp.where(
         jnp.arange(tree.path_length)[None] < got.n_B[:, None],
@@ -208,13 +209,10 @@ def test_one_token_left_by_top_k():
 
 
 def test_trees_that_are_not_dense_and_drafters_that_do_not_tell():
-    sampling, length = sampling_of(1, temperature=1.0), jnp.zeros(1, jnp.int32)
     logits = jnp.zeros((1, 2, V))
-    nodes = jnp.zeros((1, 2), jnp.int32)
+    given = jnp.zeros((1, 2), jnp.int32), logits, sampling_of(1), jnp.zeros(1, jnp.int32)
+    accept = partial(accept_rejection, CpuKernels())
     with pytest.raises(ValueError, match="ranks 0, 1"):
-        tree = Tree((((1,)),))
-        given = nodes, logits, tree, sampling, length, [logits[:, 0]]
-        accept_rejection(CpuKernels(), *given)
+        accept(verified(Tree((((1,)),)), *given, [logits[:, 0]]))
     with pytest.raises(ValueError, match="did not rank its guesses"):  # while it is traced
-        accept = jax.jit(accept_rejection, static_argnums=(0, 3))
-        accept(CpuKernels(), nodes, logits, Tree.chain(1), sampling, length, [])
+        jax.eval_shape(lambda: accept(verified(Tree.chain(1), *given)))

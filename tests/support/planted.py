@@ -15,11 +15,12 @@ from trees import TracedTree
 from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding import constrained, generation
+from medusa_jax.decoding.acceptance import Drafts, Verified
 from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
 from medusa_jax.decoding.state import Engine, Progress, progress_of
 from medusa_jax.decoding.step import after_draft, draft
 from medusa_jax.decoding.stopping import RUNNING
-from medusa_jax.heads.drafter import Backbone, Drafter, Proposal
+from medusa_jax.heads.drafter import Backbone, Drafter, Proposal, Ranked
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.llama import Llama
@@ -157,6 +158,12 @@ def drafted(
         progress = decode_traced(engine, variables, state, TracedTree.of(tree))
     check_counts(progress)
     return progress
+
+
+def verified(tree, nodes_BM, logits_BMV, sampling, length_B=None, draft_logits=()):
+    """What a rule of acceptance reads; the guesses of each depth have these logits."""
+    drafts = Drafts(tree, nodes_BM, tuple(Ranked(x, x) for x in draft_logits), None)
+    return Verified(drafts, None, logits_BMV, None, sampling, length_B)
 
 
 # Called on its own, every `lax.cond` of it would be compiled again each time.

@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified
 from medusa_jax.decoding.sampling import Sampling, gumbel, log_target_probs
+from medusa_jax.heads.drafter import Ranked
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.tree.tree import Tree
 
@@ -53,29 +54,15 @@ def uniform(key_B: jax.Array, position_B: jax.Array, n: int) -> jax.Array:
     return jax.vmap(draw)(key_B, position_B)
 
 
-def accept_rejection(
-    kernels: Kernels,
-    nodes_BM: jax.Array,
-    logits_BMV: jax.Array,
-    tree: Tree,
-    sampling: Sampling,
-    length_B: jax.Array,
-    draft_logits: Sequence[jax.Array],
-    draft_ids_O: jax.Array | None = None,
-) -> Accepted:
+def accept_rejection(kernels: Kernels, v: Verified) -> Accepted:
     """Walk down the tree, testing the children of the last accepted node.
 
-    In rows of temperature 0, p is a point mass: greedy decoding.
-
-    Args:
-      nodes_BM: drafted tokens; the j-th child of a node is the j-th draw after it.
-      logits_BMV: the verifier's logits at each node.
-      tree: dense (`Tree.dense`): the j-th child has rank j.
-      length_B: position of the root.
-      draft_logits: by depth d from 0, the heads' logits that the children of nodes at depth d were
-        drawn from: [B, O], or [B, P, O] with one row for each of these nodes that has children.
-      draft_ids_O: token ids of these logits; the head gives all others no mass. None: all tokens.
+    The tree is dense (`Tree.dense`): the j-th child of a node has rank j, and is the j-th draw after it.
+    Tokens that the heads do not score have no mass. In rows of temperature 0, p is a point mass: greedy decoding.
     """
+    (tree, nodes_BM, ranked, draft_ids_O), logits_BMV = v.drafts, v.logits_BMV
+    sampling, length_B = v.sampling, v.length_B
+    assert isinstance(tree, Tree)
     if tree.dense != tree:
         raise ValueError("rejection needs a tree whose siblings have the ranks 0, 1, ...")
     B, _, V = logits_BMV.shape
@@ -96,7 +83,7 @@ def accept_rejection(
         width = tree.width(depth)
         if width == 0:
             break
-        log_q_BV = parents_logits(tree, depth, draft_logits, node_B)
+        log_q_BV = parents_logits(tree, depth, ranked, node_B)
         if draft_ids_O is not None:
             no_weight_BV = jnp.full((B, V), -jnp.inf, log_q_BV.dtype)
             log_q_BV = no_weight_BV.at[:, draft_ids_O].set(log_q_BV)
@@ -139,14 +126,14 @@ def accept_rejection(
 
 
 def parents_logits(
-    tree: Tree, depth: int, draft_logits: Sequence[jax.Array], node_B: jax.Array
+    tree: Tree, depth: int, ranked: Sequence[Ranked], node_B: jax.Array
 ) -> jax.Array:
     """The head's logits [B, O] that the children of each row's node (at `depth`) were drawn from."""
-    if depth >= len(draft_logits):
+    if depth >= len(ranked):
         raise ValueError(
             f"the drafter did not rank its guesses at depth {depth + 1}: their distribution is unknown"
         )
-    logits = draft_logits[depth]
+    logits = ranked[depth].logits
     if logits.ndim == 2:
         return logits
     parents = tree.parents(depth)
@@ -163,22 +150,12 @@ def normalised(log_weights_BV: jax.Array) -> jax.Array:
     return weights_BV / jnp.where(total_B1 > 0, total_B1, 1)
 
 
-def _rejection(kernels: Kernels, v: Verified) -> Accepted:
-    drafts = v.drafts
-    assert isinstance(drafts.tree, Tree)
-    logits = [ranked.logits for ranked in drafts.ranked]
-    return accept_rejection(
-        kernels, drafts.nodes_BM, v.logits_BMV, drafts.tree, v.sampling, v.length_B, logits,
-        drafts.ids_O
-    )  # fmt: skip
-
-
 # Drafts use a noise stream independent of the verifier's.
 REJECTION = Rule(
     "rejection",
     True,
     "lossless in distribution: that of plain sampling, with different draws",
-    _rejection,
+    accept_rejection,
     noise=draft_noise,
     dense=True,
     by_drafts=True,

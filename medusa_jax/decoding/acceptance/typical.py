@@ -1,21 +1,13 @@
 """Typical acceptance (Medusa 2.3.1): lossy."""
 
-import jax
 import jax.numpy as jnp
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
-from medusa_jax.decoding.copies import Nodes
-from medusa_jax.decoding.sampling import Sampling, log_target_probs
+from medusa_jax.decoding.sampling import log_target_probs
 from medusa_jax.model.kernels import Kernels
 
 
-def accept_typical(
-    kernels: Kernels,
-    nodes_BM: jax.Array,
-    logits_BMV: jax.Array,
-    tree: Nodes,
-    sampling: Sampling,
-) -> Accepted:
+def accept_typical(kernels: Kernels, v: Verified) -> Accepted:
     """Typical acceptance (Medusa 2.3.1), lossy.
 
     A draft x is accepted if p(x) > min(epsilon, delta * exp(-H(p))), where p is the verifier's
@@ -23,7 +15,8 @@ def accept_typical(
     longest path wins, ties go to the larger summed log-probability; the token after it is the most
     likely one. In rows of temperature 0 only the most likely token is accepted: greedy decoding.
     """
-    log_p_BMV = log_target_probs(kernels, logits_BMV, sampling)
+    tree, nodes_BM, sampling = v.drafts.tree, v.drafts.nodes_BM, v.sampling
+    log_p_BMV = log_target_probs(kernels, v.logits_BMV, sampling)
     p_BMV = jnp.exp(log_p_BMV)
     entropy_BM = -jnp.sum(jnp.where(p_BMV > 0, p_BMV * log_p_BMV, 0), axis=-1)
     epsilon_B1, delta_B1 = (
@@ -41,17 +34,12 @@ def accept_typical(
         jnp.where(jnp.asarray(tree.mask_MM)[None], score_BM[:, None, :], 0), axis=-1
     )
     path_BL, n_B, node_B = walk(likely_BM, tree, total_BM)
-    likeliest_BM = kernels.best_token(logits_BMV)
+    likeliest_BM = kernels.best_token(v.logits_BMV)
     return Accepted(
         path_BL, n_B, jnp.take_along_axis(likeliest_BM, node_B[:, None], 1)[:, 0]
     )
 
 
-def _typical(kernels: Kernels, v: Verified) -> Accepted:
-    nodes_BM, tree = v.drafts.nodes_BM, v.drafts.tree
-    return accept_typical(kernels, nodes_BM, v.logits_BMV, tree, v.sampling)
-
-
 TYPICAL = Rule(
-    "typical", False, "LOSSY: not the model's distribution", _typical, by_drafts=True
+    "typical", False, "LOSSY: not the model's distribution", accept_typical, by_drafts=True
 )
