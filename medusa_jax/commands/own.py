@@ -126,9 +126,12 @@ def plan_of(flags: Flags, out: Path) -> Json:
     check_engines(flags, out)
     if file.exists():
         plan = read_json(str(file))
-        if missing := {"flags", "job", "seconds", "spent"} - plan.keys():
+        missing = {"flags", "job", "seconds", "spent"} - plan.keys()
+        missing = missing or given.keys() - plan["flags"].keys()
+        missing = missing or {"batch", "questions", "steps"} - plan["job"].keys()
+        if missing:
             raise UserError(f"{file} does not say {', '.join(sorted(missing))}")
-        old = {name: plan["flags"].get(name) for name in given}
+        old = plan["flags"]
         changed = [
             f"{x} {old[x]!r}, now it is {given[x]!r}" for x in given if old[x] != given[x]
         ]
@@ -255,8 +258,8 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
 
 def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     """Do what has no result yet; returns the directory of the heads."""
-    text, heads, steps = out / "text", out / HEADS, plan["job"]["steps"]
-    batch = plan["job"].get("batch", 4)  # of earlier versions
+    text, heads = out / "text", out / HEADS
+    steps, batch = plan["job"]["steps"], plan["job"]["batch"]
     shared = {"model": flags.model, "max_new_tokens": flags.max_new_tokens}
     shared |= {"chat_template": flags.chat_template}
 

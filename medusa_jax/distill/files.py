@@ -52,7 +52,7 @@ def settings_of(
         **{name: options[name] for name in TEXT},
         "mesh": ",".join(map(str, options["mesh"])),
         "max_turns": options["max_turns"] if mode != "continue" else None,
-        **({name: options[name] for name in USER_TURNS} if mode == "self_talk" else {}),
+        **{name: options[name] if mode == "self_talk" else None for name in USER_TURNS},
         "seeds": len(seeds),
         "seeds_sha256": hashlib.sha256(repr(seeds).encode()).hexdigest()[:16],
     }
@@ -70,8 +70,8 @@ def check_settings(out: Path, settings: Json) -> None:
             raise UserError(f"{out} has {found[0]} but no {SETTINGS}: use another --out")
         return
     try:
-        old = dict(json.loads(read_text(path)))
-        old["fingerprint"]
+        stored = dict(json.loads(read_text(path)))
+        old = {name: stored[name] for name in settings}
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is damaged ({error}): use another --out") from error
     samples = [out / name for name in ("messages.jsonl", "samples.jsonl")]
@@ -80,7 +80,7 @@ def check_settings(out: Path, settings: Json) -> None:
     differences = [
         f"{name} {old[name]!r}, now it is {value!r}"
         for name, value in settings.items()
-        if name in old and old[name] != value  # earlier versions wrote other names
+        if old[name] != value
     ]
     if differences:
         raise UserError(

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -173,11 +172,6 @@ class Checkpoints:
                 raise
             if hosts.lost(error):
                 raise
-            if isinstance(opt, tuple):
-                # Earlier versions saved no state of clipping where none was made.
-                with suppress(UserError):
-                    params, rules, data, meta = self._read(step, params, opt[1])
-                    return params, (opt[0], rules), data, meta
             raise UserError(
                 f"{self.directory} (step {step}) does not fit this configuration "
                 f"({first_line(error)}); use the configuration it was made with, or another --workdir"

@@ -34,9 +34,7 @@ class Inputs(NamedTuple):
 def load(plan: RunPlan, is_resumed: bool) -> Inputs:
     """Read the models and the texts, and choose the tokens that heads score."""
     ids_file = os.path.join(plan.workdir, DRAFT_VOCAB)
-    # Earlier versions did not keep the tokens of initial heads.
-    is_kept = not plan.heads.draft_vocab or os.path.exists(ids_file)
-    setup, data = load_setup(plan, not (is_resumed and is_kept)), plan.data
+    setup, data = load_setup(plan, with_heads=not is_resumed), plan.data
     vocab_size = plan.arch.vocab_size
     texts = read_texts(data, plan.model.tokenizer_path, plan.workdir, vocab_size)
     if plan.drafter and plan.drafter.heads.draft_vocab:

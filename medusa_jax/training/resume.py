@@ -78,11 +78,10 @@ def changes(workdir: str, config: Json) -> dict[str, str]:
             inform(f"changes of the configuration are not checked: {FILE}: {error}")
         return {}
     current = flatten_dict(json.loads(json.dumps(config)), sep=".")
-    # Fields that another version does not have are ignored.
     changed = {
-        name: f"{saved[name]!r} -> {current[name]!r}"
-        for name in current
-        if name in saved and saved[name] != current[name] and name not in FREE
+        name: f"{saved.get(name)!r} -> {value!r}"
+        for name, value in current.items()
+        if saved.get(name) != value and name not in FREE
     }
     names = [
         f"{name}: {change}"
@@ -128,7 +127,7 @@ def check(old: Json, new: Json, steps: int, workdir: str) -> None:
             f"train.steps to {step} to export it unchanged, or higher to continue"
         )
     for name, word in CONTENT.items():
-        if name in old and old[name] != new[name]:  # earlier versions saved fewer
+        if old[name] != new[name]:
             raise UserError(
                 f"the checkpoint in {workdir} was made with another {word} ({old[name]}, now "
                 f"{new[name]}): restore that, or use another --workdir"

@@ -118,12 +118,9 @@ class Run:
         workdir = self.plan.workdir
         params, opt, data, meta = self.checkpoints.restore(shapes.params, shapes.opt)
         resume.check(data, self.content, self.steps, workdir)
-        scored = resume.scored(self.plan.record)
-        in_earlier_versions = {} if changed.keys() & set(resume.SCORED) else scored
-        if meta.get("scored", in_earlier_versions) == scored:
+        if meta["scored"] == resume.scored(self.plan.record):
             self.best = meta["best"]
-        if "start" in meta:
-            self.setup = self.setup._replace(heads_recipe=meta["start"])
+        self.setup = self.setup._replace(heads_recipe=meta["start"])
         inform(f"resuming from step {meta['step']} of {self.steps} in {workdir}")
         for name, change in changed.items():
             note = ", without effect on a resumed run" if name in resume.INITIAL else ""

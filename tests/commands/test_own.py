@@ -145,11 +145,12 @@ def test_what_cannot_be_done_is_refused_before_the_work(
     start = f"--start={tmp_path / 'heads'}"
     assert "--start has eagle3 heads" in refusal(start, "--drafter=hydra")
     assert not (tmp_path / "out" / "start").exists()
-    for damaged in ("{", "{}", "[]"):
+    flags = dataclasses.asdict(own.Flags(model=given[0], questions=given[1], out=""))
+    job = {"questions": 40, "steps": 8, "batch": 4}
+    plan = {"flags": flags, "job": job, "seconds": {}, "spent": {}}
+    for damaged in ("{", "{}", "[]", json.dumps(plan | {"job": {}})):
         (tmp_path / "out" / "own.json").write_text(damaged)
         assert "own.json" in refusal()
-    flags = dataclasses.asdict(own.Flags(model=given[0], questions=given[1], out=""))
-    plan = {"flags": flags, "job": {}, "seconds": {}, "spent": {}}
     (tmp_path / "out" / "own.json").write_text(json.dumps(plan))
     assert own.main([*given, f"--out={tmp_path / 'out'}", "--to=vllm"]) == 0
 

@@ -477,7 +477,7 @@ def test_calibration_reads_answers_of_the_same_model(tokenizer, tmp_path):
 
 
 def test_settings_are_compared_at_once_and_only_those_of_the_text(tmp_path):
-    """All differences in one message; none while nothing is answered, and none of another version's names."""
+    """All differences in one message; none while nothing is answered; one that is missing is damage."""
     values = {"chat_template": "", "temperature": 0.3, "top_p": 1.0, "seed": 0, "max_new_tokens": 9,
               "mesh": (1,), "max_turns": 4, "batch_size": 8, "prompts": "a"}  # fmt: skip
     old = files.settings_of(values, "multi_turn", [Seed(0)], "f")
@@ -495,4 +495,8 @@ def test_settings_are_compared_at_once_and_only_those_of_the_text(tmp_path):
     with refused(
         "fingerprint 'f', now it is 'g'; top_p 1.0, .*; seed 0, .*; seeds_sha256 "
     ):
+        files.check_settings(tmp_path, new)
+    del old["top_p"]
+    (tmp_path / "settings.json").write_text(json.dumps(old))
+    with refused("settings.json is damaged .'top_p'.: use another --out"):
         files.check_settings(tmp_path, new)

@@ -37,15 +37,14 @@ def test_what_was_saved_comes_back(tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
 
-@pytest.mark.parametrize("clipping", ["none", "some", "earlier"])
-def test_clipping_may_change_when_a_run_is_resumed(tmp_path, clipping):
+@pytest.mark.parametrize("saved", [0, 1])
+def test_clipping_may_change_when_a_run_is_resumed(tmp_path, saved):
     params, groups = {"heads": trees(1.0)[0]}, groups_of(tiny_config("", "medusa1"))
     rules = [make_optimizer(OptimConfig(clip_norm=x), groups, 4) for x in (0.0, 1.0)]
-    unclipped, clipped = (jax.jit(rule.init)(params) for rule in rules)
-    saved = {"none": unclipped, "earlier": unclipped[1], "some": clipped}[clipping]
+    states = [jax.jit(rule.init)(params) for rule in rules]
     with Checkpoints(str(tmp_path), keep=1) as store:
-        store.save(1, params, saved, {}, {})
-        for opt in (unclipped, clipped):
+        store.save(1, params, states[saved], {}, {})
+        for opt in states:
             found = store.restore(params, opt)[1]
             assert jax.tree.structure(found) == jax.tree.structure(opt)
 
