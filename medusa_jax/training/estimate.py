@@ -23,7 +23,7 @@ import numpy as np
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.sharding import PyTree
-from medusa_jax.training import losses
+from medusa_jax.training.losses.pairs import Batch, pair_mask, text_of
 from medusa_jax.tree.growth import chain_length, expected_tokens, joint_growth
 from medusa_jax.tree.tree import Tree
 
@@ -33,7 +33,7 @@ TREE_NODES = 64
 
 
 def head_ranks(
-    params: PyTree, drafter: Drafter, backbone: Backbone, hidden_BTE: jax.Array, batch: losses.Batch,
+    params: PyTree, drafter: Drafter, backbone: Backbone, hidden_BTE: jax.Array, batch: Batch,
     chunk: int,
 ) -> jax.Array:  # fmt: skip
     """Rank of the true token under each head, [B, T, K] int32; -1 where a pair does not count.
@@ -41,13 +41,13 @@ def head_ranks(
     Logits exist for `chunk` positions of one head at a time.
     """
     features_KBTD = drafter.features(
-        params, backbone, TextRows(hidden_BTE, *losses.rows(batch))
+        params, backbone, TextRows(hidden_BTE, *text_of(batch))
     )
     ranks_BTK = label_ranks(
         drafter, params, backbone, features_KBTD, batch["tokens"], chunk
     )
     counted = (batch["counted"], batch["segment_ids"])
-    counted_BT = losses.pair_mask(*counted, drafter.n_heads + 1)
+    counted_BT = pair_mask(*counted, drafter.n_heads + 1)
     return jnp.where(counted_BT[..., None], ranks_BTK, -1)
 
 

@@ -7,9 +7,10 @@ from jax.sharding import Mesh
 
 from medusa_jax import hosts
 from medusa_jax.sharding import PyTree, local_rows
-from medusa_jax.training import estimate, losses
+from medusa_jax.training import estimate
 from medusa_jax.training.data.rows import Rows, read
 from medusa_jax.training.losses import objectives
+from medusa_jax.training.losses.pairs import StepInputs, pair_counts
 from medusa_jax.training.placement import microbatches
 from medusa_jax.training.stage import Stage
 from medusa_jax.whole_files import Json
@@ -31,8 +32,8 @@ class Evaluator:
 
         @jax.jit
         def sums(params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:
-            counts = losses.pair_counts(batch, stage.offsets)
-            _, out = stage.loss(params, frozen, losses.StepInputs(batch, counts))
+            counts = pair_counts(batch, stage.offsets)
+            _, out = stage.loss(params, frozen, StepInputs(batch, counts))
             return out, counts
 
         def ranks(params: PyTree, frozen: PyTree, batch: PyTree) -> jax.Array:

@@ -29,7 +29,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Params, TextRows
 from medusa_jax.heads.optional import loss_view
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.training.losses import Batch, StepInputs, draw_anchors, pair_counts
+from medusa_jax.training.losses.pairs import Batch, StepInputs, draw_anchors, pair_counts
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
 from medusa_jax.whole_files import replacing

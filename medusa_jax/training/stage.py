@@ -24,8 +24,8 @@ from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model import lora as adapters
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
-from medusa_jax.training import losses
-from medusa_jax.training.losses import StepInputs, Sums, induction, objectives
+from medusa_jax.training.losses import induction, objectives
+from medusa_jax.training.losses.pairs import StepInputs, Sums, text_of
 from medusa_jax.training.optim.optimizer import heads_weight
 from medusa_jax.training.partition import Trains
 
@@ -197,7 +197,7 @@ class GroupedBackbone:
 
     def hidden_states(self, frozen: PyTree, batch: PyTree) -> jax.Array:
         """[B, T, E] of a frozen backbone."""
-        return self.backbone(frozen).forward(*losses.rows(batch))
+        return self.backbone(frozen).forward(*text_of(batch))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # `jax.jit` hashes it, by identity
@@ -240,7 +240,7 @@ class StageLoss:
                 lax.stop_gradient(hidden_BTE), self.train, inputs, params.keys(),
             )  # fmt: skip
 
-        hidden_BTE = backbone.forward(*losses.rows(inputs.batch))
+        hidden_BTE = backbone.forward(*text_of(inputs.batch))
         hidden_BTD = hidden_BTE[..., : self.grouped.llama.config.d_model]
         lm_loss, lm_sums = objectives.next_token_loss(
             backbone, hidden_BTD, inputs, self.train.loss_chunk, params.keys(),

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from medusa_jax.model.barrier import depend_on, regather
 from medusa_jax.sharding import PyTree, param_shardings, replicated
-from medusa_jax.training import losses
+from medusa_jax.training.losses.pairs import StepInputs, draw_anchors, pair_counts
 from medusa_jax.training.stage import Stage
 
 
@@ -57,13 +57,13 @@ def make_step(
         lambda_0 = stage.lambda_0(state.step)
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         if stage.anchors:
-            batch = batch | {"anchors": losses.draw_anchors(step_key, batch, stage.anchors)}
-        counts_K = losses.pair_counts(batch, stage.offsets)
+            batch = batch | {"anchors": draw_anchors(step_key, batch, stage.anchors)}
+        counts_K = pair_counts(batch, stage.offsets)
         A = batch["tokens"].shape[0]
 
         def microbatch_gradient(micro: PyTree, i: jax.Array) -> PyTree:
             key = jax.random.fold_in(step_key, i)
-            inputs = losses.StepInputs(micro, counts_K, key, lambda_0)
+            inputs = StepInputs(micro, counts_K, key, lambda_0)
             weights = (state.params, frozen)
             if A > 1:
                 weights = regather(weights, i, mesh)

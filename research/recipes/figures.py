@@ -16,8 +16,8 @@ from medusa_jax.heads.drafter import Backbone, shift_left
 from medusa_jax.model.llama import Llama
 from medusa_jax.plots import Chart, draw_lines
 from medusa_jax.sharding import Params, PyTree
-from medusa_jax.training import losses
 from medusa_jax.training.data.rows import Rows
+from medusa_jax.training.losses.pairs import Batch, pair_mask, text_of
 from medusa_jax.training.run_log import read_log
 from research.recipes.variants import Study, variants
 
@@ -33,10 +33,10 @@ def make_judge(rows: Rows, limit: int) -> Judge:
 
     def judge(config: LlamaConfig, params: Params) -> tuple[float, np.ndarray]:
         @jax.jit
-        def one(params: Params, batch: losses.Batch) -> PyTree:
+        def one(params: Params, batch: Batch) -> PyTree:
             backbone = Backbone(Llama(config), params)
-            logits = backbone.lm_head(backbone.forward(*losses.rows(batch)))
-            mask = losses.pair_mask(batch["counted"], batch["segment_ids"], 1)
+            logits = backbone.lm_head(backbone.forward(*text_of(batch)))
+            mask = pair_mask(batch["counted"], batch["segment_ids"], 1)
             label = shift_left(batch["tokens"], 1)[..., None]
             logp = jnp.take_along_axis(jax.nn.log_softmax(logits), label, -1)[..., 0]
             return jnp.sum(logp * mask), jnp.sum(mask), jnp.argmax(logits, -1), mask

@@ -19,9 +19,9 @@ from medusa_jax.heads import dflash
 from medusa_jax.heads.dflash import DFlashConfig, DSparkConfig
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.training import losses
 from medusa_jax.training.functions import HeadFunctions
 from medusa_jax.training.losses.objectives import heads_loss
+from medusa_jax.training.losses.pairs import StepInputs, draw_anchors, pair_counts
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -157,7 +157,7 @@ def test_the_loss_at_drawn_anchors(through):
         "tokens": tokens, "positions": positions, "segment_ids": segments,
         "counted": np.arange(T)[None] >= np.array([[3], [7]]),
     }  # fmt: skip
-    batch["anchors"] = np.asarray(losses.draw_anchors(jax.random.key(0), batch, 4))
+    batch["anchors"] = np.asarray(draw_anchors(jax.random.key(0), batch, 4))
     # Positions whose next two tokens count; the second row has three, also the one before its answer.
     first, second = map(set, batch["anchors"])
     assert len(first) == 4 and first <= set(range(2, 9)) and set(range(6, 9)) <= second
@@ -167,7 +167,7 @@ def test_the_loss_at_drawn_anchors(through):
             label_weight=0.1, distance_weight=0.9, confidence_weight=weight, lambda_decay=0.7,
             loss_chunk=3, feature_weight=0.2, confidence_gradient=through,
         )  # fmt: skip
-        inputs = losses.StepInputs(batch, losses.pair_counts(batch, (2, 3, 4, 5)))
+        inputs = StepInputs(batch, pair_counts(batch, (2, 3, 4, 5)))
         return heads_loss(drafter, params, backbone, hidden, train, inputs)[0]
 
     mine, total = jax.tree.map(np.asarray, params["heads_0"]), np.zeros((4, 2))

@@ -19,8 +19,8 @@ from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked, 
 from medusa_jax.heads.optional import loss_view
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.llama import Llama, init_params
-from medusa_jax.training import losses
 from medusa_jax.training.losses.objectives import heads_loss
+from medusa_jax.training.losses.pairs import StepInputs, pair_counts
 
 D, V = 16, 23
 # A draft vocabulary.
@@ -153,12 +153,12 @@ def check_levels_loss(drafter, params, backbone, train, numpy_loss, levels, deca
     batch["counted"] = counted
     train = dataclasses.replace(train, loss_chunk=4, lambda_decay=decay)
     view = loss_view(drafter, levels)
-    counts = losses.pair_counts(batch, tuple(range(2, levels + 2)))
+    counts = pair_counts(batch, tuple(range(2, levels + 2)))
 
     @jax.jit
     def value_and_gradient(params):
         def loss(params):
-            inputs = losses.StepInputs(batch, counts)
+            inputs = StepInputs(batch, counts)
             hidden_BTE = jnp.asarray(batch["hidden"])
             return heads_loss(view, params, backbone, hidden_BTE, train, inputs)[0]
 

@@ -8,7 +8,8 @@ from test_losses import heads_problem
 
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.ranks import label_ranks
-from medusa_jax.training import estimate, losses
+from medusa_jax.training import estimate
+from medusa_jax.training.losses.pairs import pair_mask, text_of
 from medusa_jax.training.losses.terms import Guesses
 from medusa_jax.tree.growth import MISS
 
@@ -19,7 +20,7 @@ def test_ranks_are_those_of_the_labels(chunk):
 
     @jax.jit
     def both(params, batch):
-        rows = losses.rows(batch)
+        rows = text_of(batch)
         hidden = backbone.forward(*rows)
         features = drafter.features(params, backbone, TextRows(hidden, *rows))
         plain = [drafter.head_logits(params, backbone, k, features[k]) for k in range(2)]
@@ -27,8 +28,8 @@ def test_ranks_are_those_of_the_labels(chunk):
         return ranks, jnp.stack(plain)
 
     found, logits_KBTV = (np.asarray(x) for x in both(params, batch))
-    pair_mask = jax.jit(losses.pair_mask, static_argnums=2)
-    whole = np.asarray(pair_mask(batch["counted"], batch["segment_ids"], 3))
+    mask_of = jax.jit(pair_mask, static_argnums=2)
+    whole = np.asarray(mask_of(batch["counted"], batch["segment_ids"], 3))
     assert found.shape == (2, 13, 2) and 5 < whole.sum() < 22
     for b, t in np.ndindex(2, 13):
         for k in range(2):
@@ -44,7 +45,7 @@ def test_ranks_are_those_of_the_labels(chunk):
 def test_broken_heads_do_not_look_perfect(value):
     """Logits that are NaN or infinite count as wrong guesses, in the loss's accuracies and in the estimate."""
     _, backbone, drafter, params, batch = heads_problem(K=1, T=13)
-    rows = losses.rows(batch)
+    rows = text_of(batch)
     features = drafter.features(params, backbone, TextRows(backbone.forward(*rows), *rows))
     given = (drafter, params, backbone, features, batch["tokens"], 64)
     ranks = label_ranks(*given, lambda k, logits, _: jnp.full_like(logits, value))

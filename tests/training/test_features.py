@@ -22,10 +22,11 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import estimate, losses
+from medusa_jax.training import estimate
 from medusa_jax.training.data import features, hidden_store
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.evaluation import Evaluator
+from medusa_jax.training.losses.pairs import StepInputs, pair_counts
 
 ROW = 16 * 16 * 4  # bytes of a row of 16 tokens, 16 wide, in float32
 
@@ -147,12 +148,12 @@ def test_a_cached_step_does_not_run_the_backbone(tokens, tmp_path, frozen):
     poison = jax.tree.map(lambda x: np.full_like(x, np.nan), frozen["backbone"]["layers_0"])
     poisoned = {"backbone": frozen["backbone"] | {"layers_0": poison}}
     heads = jax.jit(stage.init)(jax.random.key(1), frozen)
-    counts = jax.jit(losses.pair_counts, static_argnums=1)(batch, stage.offsets)
+    counts = jax.jit(pair_counts, static_argnums=1)(batch, stage.offsets)
     run = jax.jit(stage.loss)
-    loss, _ = run(heads, poisoned, losses.StepInputs(batch, counts))
+    loss, _ = run(heads, poisoned, StepInputs(batch, counts))
     assert np.isfinite(float(loss))
     without = {name: x for name, x in batch.items() if name != "hidden"}
-    loss, _ = run(heads, poisoned, losses.StepInputs(without, counts))
+    loss, _ = run(heads, poisoned, StepInputs(without, counts))
     assert not np.isfinite(float(loss))
 
 

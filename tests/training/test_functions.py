@@ -21,8 +21,8 @@ from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.heads.levels import LevelDrafter
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.training import losses
 from medusa_jax.training.functions import HeadFunctions
+from medusa_jax.training.losses.pairs import StepInputs, pair_counts
 
 pytestmark = pytest.mark.usefixtures("x64")
 ARCH = training_arch(n_layers=2)
@@ -58,9 +58,9 @@ def test_the_loss_and_its_gradient_are_the_trainers(name):
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), params)
     hidden = jax.jit(stage.hidden)(frozen, batch)
     assert hidden.shape == (B, T, ARCH.d_model * (1 + len(functions.taps)))
-    counts = losses.pair_counts(batch, stage.offsets)
+    counts = pair_counts(batch, stage.offsets)
 
-    inputs = losses.StepInputs(batch, counts)
+    inputs = StepInputs(batch, counts)
 
     def theirs(params):
         return stage.loss({"heads": params}, frozen, inputs)[0]

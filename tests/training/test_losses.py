@@ -17,10 +17,10 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, TextRows, shift_left
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama, init_params
-from medusa_jax.training import losses
+from medusa_jax.training.losses import pairs
 from medusa_jax.training.losses.lm_heads import HeadArrays, HeadReads
 from medusa_jax.training.losses.objectives import heads_loss
-from medusa_jax.training.losses.packing import Rows, RowSplit
+from medusa_jax.training.losses.packing import LossColumns, RowSplit
 from medusa_jax.training.losses.streamed import LossPlan, streamed_loss
 from medusa_jax.training.losses.terms import TermWeights
 from medusa_jax.training.partition import trained_groups
@@ -30,7 +30,7 @@ U, A = 0, 1
 
 
 def mask_of(counted, segments, ahead):
-    pair_mask = jax.jit(losses.pair_mask, static_argnums=2)
+    pair_mask = jax.jit(pairs.pair_mask, static_argnums=2)
     mask = pair_mask(np.array([counted], bool), np.array([segments]), ahead)
     return np.asarray(mask)[0].astype(int).tolist()
 
@@ -57,7 +57,7 @@ def test_anchors_are_positions_whose_first_guess_has_a_label():
         "segment_ids": np.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 0]]),
     }
     for seed in range(5):
-        drawn = losses.draw_anchors(jax.random.key(seed), batch, 4)
+        drawn = pairs.draw_anchors(jax.random.key(seed), batch, 4)
         assert drawn.tolist() == [[1, 2, 3, 6]]
     assert np.asarray(shift_left(jnp.arange(1, 4)[None], 5)).tolist() == [[0, 0, 0]]
 
@@ -107,10 +107,10 @@ def test_streamed_sums_and_gradients_equal_the_plain_ones(mask, chunk):
 
         arrays = HeadArrays({"heads"})
         head = arrays.add(logits, HeadReads({"used": params["used"]}, {}))
-        rows = Rows((features,), labels, (jnp.asarray(mask),), None)
+        columns = LossColumns((features,), labels, (jnp.asarray(mask),), None)
         one = jnp.ones((1,))
         plan = LossPlan([head], None, TermWeights(), arrays.specs, RowSplit(None), chunk)
-        loss, sums = streamed_loss(plan, arrays.arrays, one, rows)
+        loss, sums = streamed_loss(plan, arrays.arrays, one, columns)
         return 0.3 * loss, sums
 
     def plain(params, features):
@@ -146,7 +146,7 @@ def heads_problem(K=3, T=12, B=2, lm_head="own"):
 
 def head_loss(params, backbone, drafter, train, inputs):
     """Equation 1 on a frozen backbone."""
-    hidden = jax.lax.stop_gradient(backbone.forward(*losses.rows(inputs.batch)))
+    hidden = jax.lax.stop_gradient(backbone.forward(*pairs.text_of(inputs.batch)))
     return heads_loss(drafter, params, backbone, hidden, train, inputs)
 
 
@@ -170,7 +170,7 @@ def plain_loss(params, backbone, drafter, batch, train, ids, lambda_0=None, orig
 
     Returns: the loss, and the pairs right of each head.
     """
-    rows, tokens = losses.rows(batch), batch["tokens"]
+    rows, tokens = pairs.text_of(batch), batch["tokens"]
     hidden = backbone.forward(*rows)
     features = drafter.features(params, backbone, TextRows(hidden, *rows))
     teacher = jax.lax.stop_gradient(jax.nn.softmax(backbone.lm_head(hidden)[..., ids]))
@@ -233,8 +233,8 @@ def test_head_loss_is_equation_1(lm_head, targets, ids):
         drafter = make_drafter(replace(drafter.heads, draft_vocab=draft_vocab), arch)
         params = jax.tree.map(np.float32, random_heads(drafter, backbone, seed=2))
     train = TrainConfig(loss_chunk=5, **targets)
-    counts = losses.pair_counts(batch, (2, 3, 4))
-    inputs = losses.StepInputs(batch, counts)
+    counts = pairs.pair_counts(batch, (2, 3, 4))
+    inputs = pairs.StepInputs(batch, counts)
 
     def streamed(params):
         return head_loss(params, backbone, drafter, train, inputs)
@@ -268,10 +268,10 @@ def test_joint_loss_is_equation_2(kl):
     train = TrainConfig("medusa2", dtype="float32", loss_chunk=5, backbone_loss=kind)
     groups = trained_groups(train.stage, 0)
     stage = make_stage(train, arch, groups, drafter, LoraConfig(), 1)
-    counts = losses.pair_counts(batch, stage.offsets)
+    counts = pairs.pair_counts(batch, stage.offsets)
 
     def streamed(params):
-        inputs = losses.StepInputs(batch, counts, lambda_0=jnp.float32(0.3))
+        inputs = pairs.StepInputs(batch, counts, lambda_0=jnp.float32(0.3))
         return stage.loss(params, {"teacher": backbone.params}, inputs)
 
     def plain(params):
@@ -288,7 +288,7 @@ def test_joint_loss_is_equation_2(kl):
 def test_noise_on_hidden_states_needs_a_key():
     """Uniform in +-noise / sqrt(L d) (Hydra 6.1), and only where the heads read."""
     _, backbone, drafter, params, batch = heads_problem()
-    counts, seen = losses.pair_counts(batch, (2, 3, 4)), []
+    counts, seen = pairs.pair_counts(batch, (2, 3, 4)), []
 
     class Watched(type(drafter)):
         def features(self, params, backbone, rows):
@@ -299,7 +299,7 @@ def test_noise_on_hidden_states_needs_a_key():
 
     @partial(jax.jit, static_argnums=0)
     def read(noise, key):
-        inputs = losses.StepInputs(batch, counts, key)
+        inputs = pairs.StepInputs(batch, counts, key)
         head_loss(params, backbone, watched, TrainConfig(hidden_noise=noise), inputs)
         return seen.pop()
 
@@ -334,7 +334,7 @@ def peak(K, teacher):
 
     def streamed(params, base_params, batch):
         train = TrainConfig(loss_chunk=CHUNK, teacher_weight=teacher)
-        inputs = losses.StepInputs(batch, losses.pair_counts(batch, offsets))
+        inputs = pairs.StepInputs(batch, pairs.pair_counts(batch, offsets))
         return head_loss(params, Backbone(llama, base_params), drafter, train, inputs)[0]
 
     gradient = jax.jit(jax.grad(streamed))

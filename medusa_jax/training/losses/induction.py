@@ -21,7 +21,7 @@ from medusa_jax.model.masks import CausalMask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.texts import BLOCK, block, scores, whole_blocks
 from medusa_jax.sharding import Params
-from medusa_jax.training.losses import Batch, pair_mask
+from medusa_jax.training.losses.pairs import Batch, pair_mask
 
 
 def check(drafter: Drafter) -> None:

@@ -19,7 +19,6 @@ from medusa_jax.model.barrier import regather
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import Params, split_rows
 from medusa_jax.training.data import hidden_store
-from medusa_jax.training.losses import Batch, StepInputs, Sums, pair_mask, rows
 from medusa_jax.training.losses.induction import induction_loss
 from medusa_jax.training.losses.lm_heads import (
     BackboneLMHead,
@@ -28,7 +27,8 @@ from medusa_jax.training.losses.lm_heads import (
     HeadArrays,
     HeadReads,
 )
-from medusa_jax.training.losses.packing import Rows, RowSplit
+from medusa_jax.training.losses.packing import LossColumns, RowSplit
+from medusa_jax.training.losses.pairs import Batch, StepInputs, Sums, pair_mask, text_of
 from medusa_jax.training.losses.streamed import LossPlan, streamed_loss
 from medusa_jax.training.losses.targets import HeadTargets, head_targets
 from medusa_jax.training.losses.terms import TermWeights, masked_sum
@@ -62,9 +62,9 @@ def next_token_loss(
         weights = TermWeights(label=0.0, teacher=1.0)
         computed = lax.stop_gradient(hidden_BTD)
         params = regather(original.params, computed, original.llama.mesh)
-        forward = dataclasses.replace(original, params=params).forward(*rows(batch))
+        forward = dataclasses.replace(original, params=params).forward(*text_of(batch))
         teacher_BTD = split_rows(mesh, lax.stop_gradient(forward))
-    targets = Rows(
+    columns = LossColumns(
         features_K=(split_rows(mesh, hidden_BTD),),
         labels_BT=shift_left(batch["tokens"], 1),
         mask_K=(pair_mask(batch["counted"], batch["segment_ids"], 1),),
@@ -72,7 +72,7 @@ def next_token_loss(
     )
     split = RowSplit.of(mesh, len(hidden_BTD))
     plan = LossPlan([head], teacher, weights, arrays.specs, split, chunk)
-    total, sums = streamed_loss(plan, arrays.arrays, jnp.ones((1,)), targets)
+    total, sums = streamed_loss(plan, arrays.arrays, jnp.ones((1,)), columns)
     return next_token_mean(total, sums.entropy[0], inputs.counts_K[0]), sums
 
 
@@ -137,7 +137,7 @@ def heads_loss(
     if train.hidden_noise and dropout_key is not None:
         dropout_key, noise_key = jax.random.split(dropout_key)
         input_BTE += hidden_noise(noise_key, hidden_BTE, train.hidden_noise)
-    text = TextRows(input_BTE, *rows(batch), dropout_key)
+    text = TextRows(input_BTE, *text_of(batch), dropout_key)
     targets = head_targets(drafter, params, backbone, text, hidden_BTE, batch)
     lambda_K = [train.lambda_decay ** (k + 1) for k in range(drafter.n_heads)]
     count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTE.dtype))
@@ -171,8 +171,8 @@ def heads_loss(
         teacher = teacher_of(backbone, arrays) if weights.read_teacher else None
         split = RowSplit.of(mesh, len(group.labels_BT))
         plan = LossPlan(heads, teacher, weights, arrays.specs, split, train.loss_chunk)
-        group_rows = group.rows(mesh, weights.read_teacher)
-        group_loss, sums = streamed_loss(plan, arrays.arrays, weight_K, group_rows)
+        columns = group.columns(mesh, weights.read_teacher)
+        group_loss, sums = streamed_loss(plan, arrays.arrays, weight_K, columns)
         loss += group_loss
         sums_K.append(sums)
     return loss, jax.tree.map(lambda *s: jnp.concatenate(s), *sums_K)
@@ -200,7 +200,7 @@ def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Arr
 def hidden_states(backbone: Backbone, batch: Batch) -> jax.Array:
     """[B, T, E] of a frozen backbone: from the batch if cached, otherwise computed."""
     if "hidden" not in batch:
-        return backbone.forward(*rows(batch))
+        return backbone.forward(*text_of(batch))
     config, dtype = backbone.llama.config, backbone.llama.dtype
     states_BTE: jax.Array = hidden_store.decode(batch["hidden"], config.d_model, dtype)
     return states_BTE

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as Spec
 
 from medusa_jax.model.barrier import completion_of, depend_on
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.training.losses import Sums
 from medusa_jax.training.losses.lm_heads import Head
-from medusa_jax.training.losses.packing import Rows, RowSplit, columns, pack
+from medusa_jax.training.losses.packing import LossColumns, RowSplit, pack, take_columns
+from medusa_jax.training.losses.pairs import Sums
 from medusa_jax.training.losses.terms import (
     TERMS,
     Guesses,
@@ -67,7 +67,7 @@ def over_chunks(
     plan: LossPlan,
     arrays: list[jax.Array],
     weight_K: jax.Array,
-    rows: Rows,
+    columns: LossColumns,
     gradients: bool,
 ) -> Any:
     """sum_k weight_k loss_k of K heads, as `streamed_loss` without gradients and as its forward pass with them.
@@ -80,13 +80,13 @@ def over_chunks(
       arrays (None for fixed ones) and features.
     """
     split = plan.split
-    packed = pack(rows, plan.chunk)
+    packed = pack(columns, plan.chunk)
     gathered = list(arrays)
     for place, spec in plan.specs.items():
         gathered[place] = split.gather(arrays[place], spec)
 
     def body(i: jax.Array, total: Gradients) -> Gradients:
-        block = split.split(packed.rows.chunk(i, plan.chunk))
+        block = split.split(packed.columns.chunk(i, plan.chunk))
         add = split.each(partial(add_block, plan, weight_K, gradients))
         new = add(gathered, block, total.params, total.sums)
         d_features = [
@@ -96,7 +96,7 @@ def over_chunks(
         return new._replace(features_K=d_features)
 
     # Zeros for each head, in the type of its logits: float32 or wider.
-    zeros_K = jnp.zeros((len(plan.heads),), at_least_f32(rows.features_K[0].dtype))
+    zeros_K = jnp.zeros((len(plan.heads),), at_least_f32(columns.features_K[0].dtype))
     start = Gradients({}, [], split.zeros(Sums(*[zeros_K] * len(Sums._fields))))
     if gradients:
         start = start._replace(
@@ -104,7 +104,7 @@ def over_chunks(
                 place: split.gather(split.zeros(arrays[place]), spec, accumulator=True)
                 for place, spec in plan.specs.items()
             },
-            features_K=[jnp.zeros_like(x) for x in packed.rows.features_K],
+            features_K=[jnp.zeros_like(x) for x in packed.columns.features_K],
         )
     end = lax.fori_loop(0, packed.n_chunks, body, start)
     d_params, sums = split.total((end.params, end.sums))
@@ -112,7 +112,7 @@ def over_chunks(
     if not gradients:
         return loss, sums
     # The gradient of columns after the last chunk is the initial zero.
-    d_features = tuple(columns(d, packed.back_BT) for d in end.features_K)
+    d_features = tuple(take_columns(d, packed.back_BT) for d in end.features_K)
     d_arrays = [d_params.get(place) for place in range(len(arrays))]
     return (loss, sums), (d_arrays, d_features)
 
@@ -122,7 +122,7 @@ def add_block(
     weight_K: jax.Array,
     gradients: bool,
     arrays: list[jax.Array],
-    block: Rows,
+    block: LossColumns,
     d_params: dict[int, jax.Array],
     sums: Sums,
 ) -> Gradients:
@@ -206,12 +206,12 @@ def _backward(
     plan: LossPlan,
     residuals: tuple[list[jax.Array | None], tuple[jax.Array, ...]],
     cotangents: tuple[jax.Array, Sums],
-) -> tuple[list[jax.Array | None], None, Rows]:
+) -> tuple[list[jax.Array | None], None, LossColumns]:
     scale = cotangents[0]
     d_arrays, d_features = jax.tree.map(lambda g: (g * scale).astype(g.dtype), residuals)
-    return d_arrays, None, Rows(d_features, None, None, None)  # type: ignore[arg-type]
+    return d_arrays, None, LossColumns(d_features, None, None, None)  # type: ignore[arg-type]
 
 
-# (plan, arrays, weight_K, rows) -> the loss and the sums per head.
+# (plan, arrays, weight_K, columns) -> the loss and the sums per head.
 streamed_loss = jax.custom_vjp(partial(over_chunks, gradients=False), nondiff_argnums=(0,))
 streamed_loss.defvjp(partial(over_chunks, gradients=True), _backward)

@@ -11,8 +11,8 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
 from medusa_jax.heads.optional import SupportsAnchors
 from medusa_jax.sharding import Params, split_rows
-from medusa_jax.training.losses import Batch, delay, pair_mask
-from medusa_jax.training.losses.packing import Rows, columns
+from medusa_jax.training.losses.packing import LossColumns, take_columns
+from medusa_jax.training.losses.pairs import Batch, delay, pair_mask
 
 
 class HeadTargets(NamedTuple):
@@ -34,7 +34,7 @@ class HeadTargets(NamedTuple):
     pairs_K: list[jax.Array]
     before_BTD: jax.Array
 
-    def rows(self, mesh: Mesh | None, with_teacher: bool) -> Rows:
+    def columns(self, mesh: Mesh | None, with_teacher: bool) -> LossColumns:
         """The inputs of the streamed loss.
 
         Rows are split over the mesh; otherwise every chunk would gather vectors that are split over the tensor
@@ -43,7 +43,7 @@ class HeadTargets(NamedTuple):
         features_K = tuple(split_rows(mesh, x) for x in self.features_K)
         mask_K = tuple(pairs_BT & self.scored_BT for pairs_BT in self.pairs_K)
         teacher_BTD = split_rows(mesh, self.before_BTD) if with_teacher else None
-        return Rows(features_K, self.labels_BT, mask_K, teacher_BTD)
+        return LossColumns(features_K, self.labels_BT, mask_K, teacher_BTD)
 
 
 def head_targets(
@@ -94,10 +94,10 @@ def head_targets(
         at_anchors = HeadTargets(
             heads=[k],
             features_K=[features_KBAD[k]],
-            labels_BT=columns(labels_BT, target_BA),
-            scored_BT=columns(scored_BT, target_BA),
-            pairs_K=[columns(pairs_BT, index_BA)],
-            before_BTD=columns(before_BTD, target_BA),
+            labels_BT=take_columns(labels_BT, target_BA),
+            scored_BT=take_columns(scored_BT, target_BA),
+            pairs_K=[take_columns(pairs_BT, index_BA)],
+            before_BTD=take_columns(before_BTD, target_BA),
         )
         targets.append(at_anchors)
     return targets
