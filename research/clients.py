@@ -31,7 +31,7 @@ from medusa_jax.programs import use_compilation_cache
 from medusa_jax.serving import Server
 from medusa_jax.serving.chunks import PACE
 from medusa_jax.serving.http import Limits, make_app, make_listener
-from medusa_jax.serving.job import BASE, Group
+from medusa_jax.serving.job import BASE, PLAIN, Group
 from medusa_jax.serving.ladder import Ladder
 from research.against import processors
 from research.peers import Setting, xllamacpp
@@ -167,7 +167,7 @@ def served(model: Model, slots: int, new: int, prompt: int) -> Iterator[tuple[Se
     with Server(model, slots=slots, max_new_tokens=new) as server:
         sizes = server._scheduler._batch.sizes[1:]
         sized = [BASE._replace(nodes=tree.n_nodes) for tree in sizes]
-        server.warm_up(prompt + new, [BASE, Group(False), *sized])
+        server.warm_up(prompt + new, [BASE, Group(PLAIN), *sized])
         listener = socket.create_server(("127.0.0.1", 0))
         port = make_listener(make_app(server, name="model", template="plain"), Limits())
         threading.Thread(target=port.run, args=([listener],), daemon=True).start()

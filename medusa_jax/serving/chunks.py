@@ -73,7 +73,7 @@ class Chunks:
         self._most_steps, self._threads = most_steps, threads
         self.pending: deque[Pending] = deque()
         self.finished = 0
-        self._group = Group(False, "")
+        self._group = Group(rule="")  # before all others
         self._ladder = ladder
         self._wanted: set[Programs] = set()  # of faster sizes
         self._ended_at = 0.0  # when the last chunk was seen to end
@@ -126,7 +126,7 @@ class Chunks:
             return group
         sized = {tree.n_nodes: group._replace(nodes=tree.n_nodes) for tree in batch.sizes}
         first = batch.tree_of(group).n_nodes
-        sized |= {1: group._replace(drafts=False), first: group}
+        sized[first] = group  # whose programs are compiled
         size = batch.rows, batch.slots
         ready = [nodes for nodes in sized if self._room.known(sized[nodes], *size)]
         for job in jobs:

@@ -28,26 +28,33 @@ from medusa_jax.tree.tree import Tree
 STOPS = (8, 4)
 
 
+# `Group.nodes`: the batch's tree, or plain decoding.
+BATCH_TREE, PLAIN = 0, 1
+
+
 class Group(NamedTuple):
     """Properties that rows must share to take a step together.
 
     Attributes:
-      drafts: whether they draft.
+      nodes: of the tree of their steps; `BATCH_TREE` or `PLAIN` until a chunk takes another size.
       rule: the acceptance rule; "auto" is greedy or sampled, row by row.
       logprobs: whether log-probabilities are kept.
       penalties: whether they have biases or penalties.
       constrained: whether they have constraints, so that the host takes part in every step.
       predicted: whether they have tokens to copy drafts from (`Request.predicted`).
-      nodes: of the tree, if a chunk takes another one than the batch's; else 0.
     """
 
-    drafts: bool
+    nodes: int = BATCH_TREE
     rule: str = "auto"
     logprobs: bool = False
     penalties: bool = False
     constrained: bool = False
     predicted: bool = False
-    nodes: int = 0
+
+    @property
+    def drafts(self) -> bool:
+        """Whether they draft."""
+        return self.nodes != PLAIN
 
     def __str__(self) -> str:
         names = {
@@ -56,24 +63,24 @@ class Group(NamedTuple):
             "penalties": self.penalties,
             "constraints": self.constrained,
             "a prediction": self.predicted,
-            f"{self.nodes} nodes": self.nodes > 0,
+            f"{self.nodes} nodes": self.nodes > PLAIN,
             self.rule: self.rule != "auto",
         }
         return ", ".join(name for name, is_set in names.items() if is_set)
 
 
 # The most common group; its requests never wait for a program that only another group needs.
-BASE = Group(drafts=True)
+BASE = Group()
 # Not a group of rows: the program that scores prompts (`echo.py`).
-SCORING = Group(drafts=False, rule="scoring of prompts")
-# Groups to compile programs for ahead of any request, the likeliest first. `Group(False)` decodes plainly, as the
+SCORING = Group(PLAIN, rule="scoring of prompts")
+# Groups to compile programs for ahead of any request, the likeliest first. `Group(PLAIN)` is without drafts, as the
 # page does for its comparison.
 LIKELY = (
     BASE,
-    Group(False),
-    Group(True, constrained=True),
-    Group(True, logprobs=True),
-    Group(True, penalties=True),
+    Group(PLAIN),
+    Group(constrained=True),
+    Group(logprobs=True),
+    Group(penalties=True),
     SCORING,
 )
 
@@ -142,7 +149,7 @@ class Job:
         # Other rules read drafts.
         is_lossless = rule == "auto" or not RULES[rule].by_drafts
         return Group(
-            self.request.drafts,
+            BATCH_TREE if self.request.drafts else PLAIN,
             rule,
             logprobs=self.options.logprobs is not None,
             penalties=any_penalties(self.decode.penalties),

@@ -26,7 +26,7 @@ from medusa_jax import Options
 from medusa_jax.serving import Request, Server, Stopped, echo, programs
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.http import Limits, make_app
-from medusa_jax.serving.job import Group
+from medusa_jax.serving.job import PLAIN, Group
 from medusa_jax.serving.request import NoScores
 from medusa_jax.serving.server import MOST_FAILURES
 
@@ -215,7 +215,7 @@ def test_what_cannot_be_compiled(server, planned, monkeypatch, capfd):
 
     monkeypatch.setattr(Batch, "compile", compile)
     if planned:
-        server.warm_up(9, [Group(True, "typical"), Group(False, "typical")])
+        server.warm_up(9, [Group(rule="typical"), Group(PLAIN, "typical")])
         assert capfd.readouterr().err.count("compiling ahead ends here") == 1
     else:
         with pytest.raises(Stopped, match="out of memory"):

@@ -13,7 +13,7 @@ from medusa_jax.api import Result
 from medusa_jax.serving import Request
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply
-from medusa_jax.serving.job import Group, Job
+from medusa_jax.serving.job import BATCH_TREE, PLAIN, Group, Job
 from medusa_jax.serving.ladder import Ladder, ladder_sizes
 from medusa_jax.serving.programs import Programs
 from medusa_jax.serving.request import Ending
@@ -92,7 +92,7 @@ class Wanting(InPlace):
         self.wanted = []
 
     def known(self, asked):
-        return not asked.group.nodes or asked in self.wanted
+        return asked.group.nodes <= PLAIN or asked in self.wanted
 
     def want(self, programs):
         self.wanted.append(programs)
@@ -113,7 +113,7 @@ def test_no_text_depends_on_the_sizes(model, monkeypatch):
 
     def running(status_B, group, *rest):
         assert programs.known(Programs(group, taken._batch.rows, taken._batch.slots))
-        ran.append((group.drafts, group.nodes))
+        ran.append(group.nodes)
         return true(status_B, group, *rest)
 
     monkeypatch.setattr(taken._chunks._ladder, "choose", choose)
@@ -125,7 +125,7 @@ def test_no_text_depends_on_the_sizes(model, monkeypatch):
     ]
     clients = run(taken, {0: asked[:2], 9: asked[2:]}, model)
     check(model, clients)
-    assert {(True, 0), (True, 2), (True, 4), (False, 0)} == set(ran)
+    assert {BATCH_TREE, PLAIN, 2, 4} == set(ran)
     prompt = [*model.encode("in"), *clients[1].result.token_ids]
     again = run(taken, {0: [Request(prompt, Options(20))]}, model)
     check(model, again)
@@ -136,7 +136,7 @@ def test_no_text_depends_on_the_sizes(model, monkeypatch):
 def test_rules_that_read_drafts_keep_one_tree(model, monkeypatch):
     monkeypatch.setattr(model, "chooses", True)
     batch = turns.scheduler_of(model, {1: TREE})._batch
-    assert batch.text_is_free(Group(True))
-    rules = [Group(True, rule) for rule in ("typical", "rejection")]
-    others = [*rules, Group(True, constrained=True), Group(True, predicted=True)]
+    assert batch.text_is_free(Group())
+    rules = [Group(rule=rule) for rule in ("typical", "rejection")]
+    others = [*rules, Group(constrained=True), Group(predicted=True)]
     assert not any(map(batch.text_is_free, others))

@@ -21,7 +21,7 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Options, Tree
 from medusa_jax.serving import Request, Server, batch, programs
-from medusa_jax.serving.job import BASE, Group, Job
+from medusa_jax.serving.job import BASE, PLAIN, Group, Job
 from medusa_jax.serving.programs import Compiler, NotCompiled, Programs
 
 PROMPTS = ["in", "the cat and", "abcab, a hat.\n", "in the hat, the cat", "a", "hat " * 9]
@@ -70,7 +70,7 @@ def test_nothing_is_compiled_in_steady_state(port):
     for fields in asked[::3]:
         fields["drafts"] = False
     with Server(port.model, slots=3, trees={3: TREE}) as server, listening(server) as own:
-        server.warm_up(95, [BASE, Group(False)])
+        server.warm_up(95, [BASE, Group(PLAIN)])
         with compilations() as compiled:
             clients.attack(own.url, 4, 40, asked, 0.0)
     assert compiled == []
@@ -90,7 +90,7 @@ def test_two_thousand_requests(n_clients, tmp_path, capsys):
     expected = expected_texts(model, asked)
     trees = {2: TREE, SLOTS: Tree.chain(2)}
     with Server(model, slots=SLOTS, trees=trees) as server, listening(server) as port:
-        port.server.warm_up(model.config.max_position, [BASE, Group(False)])
+        port.server.warm_up(model.config.max_position, [BASE, Group(PLAIN)])
         apart(port.url, n_clients, 300, asked, 0.05)
         port.wait_idle()
         before, memory = alive(), resident()
@@ -143,7 +143,7 @@ def test_who_waits_comes_before_what_is_planned():
     recorded = Recorded()
     compiler = Compiler(lambda: recorded, lambda: None)
     first, second, third = (Programs(BASE, n, 128) for n in (1, 2, 4))
-    wanted = Programs(Group(False), 1, 128)
+    wanted = Programs(Group(PLAIN), 1, 128)
     compiler.plan([first, second, third])
     until(lambda: recorded.begun == [first])
     assert not compiler.ready(wanted) and not compiler.ready(second)
@@ -161,7 +161,7 @@ def test_planned_programs_wait_until_the_server_is_idle(capfd):
     """And are logged, as are those that a call waits for."""
     recorded, busy = Recorded(), [True]
     compiler = Compiler(lambda: recorded, lambda: None, lambda: not busy[0])
-    first, wanted = Programs(BASE, 1, 128), Programs(Group(True, logprobs=True), 1, 128)
+    first, wanted = Programs(BASE, 1, 128), Programs(Group(logprobs=True), 1, 128)
     for _ in range(2):
         recorded.may.release()
     compiler.plan([first])

@@ -11,7 +11,7 @@ from turns import TREES, Client, Delayed, InPlace, alone, check, finish, run
 
 from medusa_jax import Options, Tree
 from medusa_jax.serving import Request, Stopped, batch, chunks, room
-from medusa_jax.serving.job import BASE, Group
+from medusa_jax.serving.job import BASE, PLAIN, Group
 from medusa_jax.serving.programs import Programs
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -118,7 +118,7 @@ def test_nobody_waits_for_another_ones_programs(model, make):
 def test_a_request_without_programs_is_told(model, make):
     programs = Delayed(random.Random(0), 2)
     programs.left = {Programs(BASE, 2, SLOTS): 0}
-    failing = [(Group(True, "typical"), 2, SLOTS), (BASE, 2, 2 * SLOTS)]
+    failing = [(Group(rule="typical"), 2, SLOTS), (BASE, 2, 2 * SLOTS)]
     programs.failing = {Programs(*one) for one in failing}
     taken = make(programs, {2: turns.TREE})
     lost = [asked(3, 9, acceptance="typical"), asked(3, 200), asked(150, 9)]
@@ -207,7 +207,7 @@ def test_those_that_cannot_step_together_take_turns(model, make, monkeypatch):
         Client(taken, model, asked(3, 60, drafts=drafts))
     for _ in range(9):
         taken.step()
-    assert groups[1:] == [Group(not group.drafts) for group in groups[:-1]]
+    assert groups[1:] == [BASE if group.nodes else Group(PLAIN) for group in groups[:-1]]
 
 
 def test_what_plain_decoding_wrote_is_no_start_for_drafts(model, make):
