@@ -1,9 +1,9 @@
 """medusa_jax: draft-head speculative decoding for Llama-family models in JAX.
 
-    from medusa_jax import Options, Tree, generate, load
+    from medusa_jax import Options, Tree, load
 
     model = load()  # the demo; load(model, drafter) for yours
-    [result] = generate(model, ["def parse("], Options(max_new_tokens=100))
+    [result] = model.generate(["def parse("], Options(max_new_tokens=100))
 
 Dimension key, used as suffixes on arrays that cross a function boundary:
   B batch, T query tokens, S cache slots, D model width, E width of hidden states (D, and D for each
@@ -19,14 +19,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from medusa_jax.api.load import load
-    from medusa_jax.api.model import Model, generate
+    from medusa_jax.api.model import Model
     from medusa_jax.api.results import Options, Piece, Result
     from medusa_jax.commands.own import sft_draft
     from medusa_jax.errors import UserError
     from medusa_jax.tree.tree import Tree
 
 __all__ = [
-    "Model", "Options", "Piece", "Result", "Tree", "UserError", "generate", "load", "sft_draft",
+    "Model", "Options", "Piece", "Result", "Tree", "UserError", "load", "sft_draft",
 ]  # fmt: skip
 
 _HOMES = {

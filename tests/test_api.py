@@ -352,7 +352,7 @@ def test_the_publishers_penalty_is_the_default_everywhere(directory, tmp_path):
 
 
 def test_an_empty_prompt_starts_from_bos_or_is_refused(model, directory, tmp_path):
-    [result] = medusa_jax.generate(model, [""], Options(max_new_tokens=4))
+    [result] = model.generate([""], Options(max_new_tokens=4))
     assert result.prompt_tokens == 1 and result.new_tokens == 4
     write_tokenizer(tmp_path, bos=False)
     path = str(directory[0])
@@ -459,9 +459,8 @@ HOT = Options(temperature=1.0)
     ],
 )
 def test_requests_that_cannot_be(model, prompts, options, fields, words):
-    for generate in (model.generate, partial(medusa_jax.generate, model)):
-        with pytest.raises(UserError, match=words):
-            generate(prompts, options or Options(max_new_tokens=3), **fields)
+    with pytest.raises(UserError, match=words):
+        model.generate(prompts, options or Options(max_new_tokens=3), **fields)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ decode.py, the notebooks, the evaluators and the tests all go through here.
 
 from medusa_jax.api.bundles import DEMO, default_drafter, find_heads, find_model
 from medusa_jax.api.load import default_dtype, load
-from medusa_jax.api.model import Model, generate
+from medusa_jax.api.model import Model
 from medusa_jax.api.results import Options, Piece, Result
 from medusa_jax.api.text_stream import StoppingText
 
@@ -20,6 +20,5 @@ __all__ = [
     "default_dtype",
     "find_heads",
     "find_model",
-    "generate",
     "load",
 ]

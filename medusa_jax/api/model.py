@@ -317,29 +317,3 @@ class Model(LoadedModel):
         if chooses and text_is_free(engine, self.dtype):
             engine = self.step_sizes.gated(self.drafter, engine)
         return engine
-
-
-@known_arguments(OPTIONS)
-def generate(
-    model: Model,
-    prompts: Sequence[str | Sequence[int]],
-    options: Options | Sequence[Options] = DEFAULTS,
-    *,
-    tree: str | Tree | None = None,
-    acceptance: str = "auto",
-) -> list[Result]:
-    """Decode a batch of prompts with draft heads, each to its end.
-
-    Args:
-      model: made by `load`. The other arguments are as for `Model.generate`.
-      prompts: each text, or ids as they are.
-      options: for all, or one for each prompt.
-      tree: a name, a file or a tree; None lets the model choose.
-      acceptance: how drafts are accepted; "auto" changes no text.
-
-    Returns: one result per prompt, in order.
-
-    Raises:
-      UserError: as `Model.generate`.
-    """
-    return model.generate(prompts, options, tree=tree, acceptance=acceptance)
