@@ -74,17 +74,19 @@ Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
 
-def known_arguments(
-    options: Sequence[str] = (),
+def checked_arguments(
+    options: Sequence[str] = (), types: bool = True
 ) -> Callable[[Callable[Arguments, Returned]], Callable[Arguments, Returned]]:
-    """Decorator: an unknown keyword argument is a UserError with the nearest one.
+    """Decorator: an unknown keyword argument is a UserError with the nearest one, others are read by `read`.
 
     Args:
       options: names that belong into the function's `Options`.
+      types: False leaves the arguments as they are.
     """
 
     def decorate(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
         names = [*inspect.signature(function).parameters]
+        kinds = function.__annotations__ if types else {}
         who = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
@@ -94,7 +96,10 @@ def known_arguments(
                 if option and (name == option or not near):
                     near = f": give Options({option}=...)"
                 raise UserError(f"{who} has no argument {name!r}{near}")
-            return function(*args, **kwargs)
+            values = [read(n, x, kinds.get(n, Any)) for n, x in zip(names, args)]
+            values += args[len(names) :]  # too many: Python's own error
+            named = {n: read(n, x, kinds.get(n, Any)) for n, x in kwargs.items()}
+            return function(*values, **named)  # type: ignore[arg-type]
 
         return call
 

@@ -8,6 +8,7 @@ import jax
 
 from medusa_jax.api import Model, default_drafter
 from medusa_jax.commands.bench import RaceFlags, out_directory, prompts_of
+from medusa_jax.commands.decode_report import products
 from medusa_jax.commands.entrants import load_entrants
 from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.commands.model_flags import generation_options
@@ -135,7 +136,7 @@ def run(flags: Flags) -> int:
         steps_per_second = row["tokens_per_second"] / (row["mean_accepted_length"] or 1)
         row["read"] = row["bytes"] * steps_per_second / bandwidth
     facts = device_facts() | {
-        "products": model.products,
+        "products": products(model),
         "threads_of_peers": threads,
         "processors": processors(),
         "prompts": len(prompts),
@@ -146,7 +147,7 @@ def run(flags: Flags) -> int:
     notes = (
         f"{len(prompts)} prompts, {flags.max_new_tokens} tokens each, batch 1, greedy; interleaved; "
         f"peers with {threads} threads, this engine on {processors()} processors "
-        f"({facts['device']}, {model.products} products, {facts['date']}); read bandwidth {bandwidth / 1e9:.1f} GB/s"
+        f"({facts['device']}, {products(model)} products, {facts['date']}); read bandwidth {bandwidth / 1e9:.1f} GB/s"
     )
     write_report(out, "against", facts, rows, COLUMNS, notes)
     return 0

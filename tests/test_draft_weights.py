@@ -6,6 +6,7 @@ from tiny import write_heads, write_model
 
 import medusa_jax
 from medusa_jax import Options
+from medusa_jax.commands.decode_report import draft_weights
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.heads.hydrapp import HydraPPConfig
 from medusa_jax.model.stored import Codes
@@ -67,6 +68,6 @@ def test_what_is_asked_for_holds_for_every_rule(products, directory, monkeypatch
         else:
             assert isinstance(form, Codes) or form.dtype.itemsize == bits
         assert model.variables_by("typical") is model.variables
-        kinds = {model.draft_weights(rule) for rule in ("greedy", "typical")}
+        kinds = {draft_weights(model, rule) for rule in ("auto", "greedy", "typical")}
         assert kinds == {asked}
         assert model.storage.weights == ""

@@ -13,7 +13,6 @@ from medusa_jax.api.bundles import default_drafter, find_model
 from medusa_jax.api.form import Form, choose_form, default_dtype
 from medusa_jax.api.loaded_drafter import LoadedDrafter, find_drafter, open_drafter
 from medusa_jax.api.model import Model
-from medusa_jax.api.prompts import read_arguments
 from medusa_jax.api.tree_choice import TreeChoice, step_mark
 from medusa_jax.arch import STORED
 from medusa_jax.console import inform
@@ -35,14 +34,13 @@ from medusa_jax.text.tokenizer import (
     load_tokenizer,
 )
 from medusa_jax.tree.tree import Tree
-from medusa_jax.typed import known_arguments, read
+from medusa_jax.typed import checked_arguments, read
 
 # Each n-gram token adds one comparison per position to a step.
 LONGEST_NGRAM = 64
 
 
-@known_arguments()
-@read_arguments
+@checked_arguments()
 def load(
     model: str | PathLike[str] | None = None,
     drafter: str | PathLike[str] | None = None,

@@ -8,9 +8,8 @@ import jax
 
 from medusa_jax.api.form import Form
 from medusa_jax.api.loaded_drafter import LoadedDrafter
-from medusa_jax.api.prompts import Prompt, ends_of, prompt_ids, read_arguments, request_of
+from medusa_jax.api.prompts import Prompt, ends_of, prompt_ids, request_of
 from medusa_jax.api.results import Options
-from medusa_jax.api.step_sizes import StepSizes
 from medusa_jax.api.tree_choice import TreeChoice, drafted_by
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding.acceptance import RULES
@@ -20,12 +19,11 @@ from medusa_jax.errors import UserError, one_of
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.model.convert import decoder
-from medusa_jax.model.stored import Stored
 from medusa_jax.sharding import Params
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.tree.files import parse_tree, tree_at
 from medusa_jax.tree.tree import Tree
-from medusa_jax.typed import known_arguments, read
+from medusa_jax.typed import checked_arguments, read
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -91,8 +89,6 @@ class LoadedModel:
         self.fingerprint = fingerprint
         self.learned: Params = {}
         self._wide: Params | None = None
-        # Shapes of the requests whose programs are compiled.
-        self._warm: set[tuple[object, ...]] = set()
 
     def __repr__(self) -> str:
         c, dtype = self.config, self.storage.weights or str(self.dtype)
@@ -109,11 +105,6 @@ class LoadedModel:
     def drafts_by(self, tree: Tree | None = None) -> str:
         """`drafted_by` this drafter (default: the model's tree)."""
         return drafted_by(self.drafter, self.tree if tree is None else tree)
-
-    @property
-    def products(self) -> str:
-        """The implementation of products of few rows: "native" (our kernels) or "plain" (XLA's)."""
-        return "native" if self.storage.panel else "plain"
 
     def text_settings(self, repetition_penalty: float | None) -> Json:
         """Settings of the model that change its text, to compare with those of an earlier run."""
@@ -153,20 +144,6 @@ class LoadedModel:
             self._wide = self._read_wide()
         return self.variables | {"heads": self._wide}
 
-    def draft_weights(self, acceptance: str) -> str | None:
-        """The stored type of the drafter's kernels under this rule; None without kernels."""
-        if not (heads := self.variables["heads"]):
-            return None
-        form = self.storage
-        if self.drafter.trained:
-            by_drafts = RULES[acceptance].by_drafts
-            form = form.of_deciding_drafts if by_drafts else form.of_drafts
-        else:  # a draft model may have no blocks although the backbone has them
-            leaves = jax.tree.leaves(heads, is_leaf=lambda x: isinstance(x, Stored))
-            if {k for x in leaves if isinstance(x, Stored) for k in x.types} == {"float32"}:
-                return "float32"
-        return form.weights or str(self.dtype)
-
     @property
     def backbone(self) -> Backbone:
         """The backbone as drafters see it."""
@@ -199,8 +176,7 @@ class LoadedModel:
             raise UserError(f"tree rank {tree.max_rank} exceeds the {whose}")
         return tree
 
-    @known_arguments()
-    @read_arguments
+    @checked_arguments()
     def engine(
         self,
         tree: str | Tree | None = None,
@@ -271,8 +247,3 @@ class LoadedModel:
         from medusa_jax.constraints import Grammars  # here: few requests have constraints
 
         return Grammars(self.tokenizer, self.config.vocab_size)
-
-    @cached_property
-    def step_sizes(self) -> StepSizes:
-        """The sizes that steps choose from."""
-        return StepSizes(self.mark, self.calibrated)

@@ -3,15 +3,16 @@
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set
+from functools import cached_property
 from typing import Any, overload
 
 import jax
 
 from medusa_jax.api.compiling import Compiling
 from medusa_jax.api.loaded import LoadedModel
-from medusa_jax.api.prompts import Prompt, conversation, is_message, middle, read_arguments
+from medusa_jax.api.prompts import Prompt, conversation, is_message, middle
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
-from medusa_jax.api.step_sizes import text_is_free
+from medusa_jax.api.step_sizes import StepSizes, text_is_free
 from medusa_jax.api.text_stream import Chunk, OnEnd, OnTokens, TextStream, stream_rows
 from medusa_jax.api.tree_choice import drafted_by
 from medusa_jax.decoding import generation
@@ -28,13 +29,23 @@ from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.text.chat import Message
 from medusa_jax.tree.tree import Tree
-from medusa_jax.typed import known_arguments
+from medusa_jax.typed import checked_arguments
 
 OPTIONS = [field.name for field in dataclasses.fields(Options)]
 
 
 class Model(LoadedModel):
     """A backbone with draft heads, ready to decode. Made by `load`."""
+
+    @cached_property
+    def step_sizes(self) -> StepSizes:
+        """The sizes that steps choose from."""
+        return StepSizes(self.mark, self.calibrated)
+
+    @cached_property
+    def _warm(self) -> set[tuple[object, ...]]:
+        """Shapes of the requests whose programs are compiled."""
+        return set()
 
     def _shape(self, engine: Engine, request: DecodeRequest) -> tuple[object, ...]:
         """What decides which program a request runs."""
@@ -68,7 +79,7 @@ class Model(LoadedModel):
             yield from constrained.warm_up(engine, variables, request)
         self._warm.add(shape)
 
-    @known_arguments(OPTIONS)
+    @checked_arguments(OPTIONS, types=False)
     def compile(
         self,
         prompts: Sequence[Prompt],
@@ -84,7 +95,7 @@ class Model(LoadedModel):
         compiling.steps()
         return compiling.seconds
 
-    @known_arguments(OPTIONS)
+    @checked_arguments(OPTIONS, types=False)
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -156,7 +167,7 @@ class Model(LoadedModel):
         acceptance: str = "auto",
     ) -> Iterator[Chunk]: ...
 
-    @known_arguments(OPTIONS)
+    @checked_arguments(OPTIONS, types=False)
     def stream(
         self,
         prompts: Any,
@@ -196,7 +207,7 @@ class Model(LoadedModel):
         chunks = self._stream([one], options, ids, tree, acceptance)
         return TextStream(chunks, self.name)
 
-    @known_arguments(OPTIONS)
+    @checked_arguments(OPTIONS, types=False)
     def chat(
         self,
         messages: str | Sequence[Message],
@@ -226,8 +237,7 @@ class Model(LoadedModel):
         )
         return self.generate([prompt], options, tree=tree, acceptance=acceptance)[0]
 
-    @known_arguments(OPTIONS)
-    @read_arguments
+    @checked_arguments(OPTIONS)
     def complete(
         self,
         prefix: str,
@@ -260,7 +270,7 @@ class Model(LoadedModel):
         parts = self.tokenizer, rows, engine, self.variables_by(engine.acceptance), request
         yield from stream_rows(*parts, self._compiling(engine, request))
 
-    @read_arguments
+    @checked_arguments()
     def plan(
         self,
         prompts: Any,

@@ -1,10 +1,8 @@
 """Convert prompts, conversations and options to the decode loop's form."""
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from medusa_jax.api.results import Options
 from medusa_jax.arch import LlamaConfig
@@ -18,26 +16,8 @@ if TYPE_CHECKING:
     from medusa_jax.constraints.host_work import Guide
     from medusa_jax.text.fill import Gap
 
-Arguments = ParamSpec("Arguments")
-Returned = TypeVar("Returned")
 # A prompt: text or token ids.
 Prompt = str | Sequence[int]
-
-
-def read_arguments(
-    function: Callable[Arguments, Returned],
-) -> Callable[Arguments, Returned]:
-    """Decorator: read the annotated arguments of a function by `read`."""
-    names, kinds = [*inspect.signature(function).parameters], function.__annotations__
-
-    @functools.wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
-        values = [read(n, x, kinds.get(n, Any)) for n, x in zip(names, args)]
-        values += args[len(names) :]  # too many: Python's own error
-        named = {n: read(n, x, kinds.get(n, Any)) for n, x in kwargs.items()}
-        return function(*values, **named)  # type: ignore[arg-type]
-
-    return call
 
 
 def is_message(value: object) -> bool:

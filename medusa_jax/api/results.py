@@ -16,7 +16,7 @@ from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import BROKEN, STOPPED, STUCK
 from medusa_jax.errors import UserError
 from medusa_jax.text.tokenizer import Tokenizer
-from medusa_jax.typed import WRONG, as_type, known_arguments
+from medusa_jax.typed import WRONG, as_type, checked_arguments
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Options:
         return PenaltyOptions(*numbers, bias=tuple(dict(self.logit_bias).items()))
 
 
-Options.__init__ = known_arguments()(Options.__init__)  # type: ignore[method-assign]
+Options.__init__ = checked_arguments(types=False)(Options.__init__)  # type: ignore[method-assign]
 DEFAULTS = Options()
 
 

@@ -7,6 +7,7 @@ import jax
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.decoding.acceptance import RULES
+from medusa_jax.model.stored import Stored
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ def describe(
         "seed": options.seed,
         "dtype": str(model.dtype),
         "weights": model.storage.weights or str(model.dtype),
-        "draft_weights": model.draft_weights(acceptance),
+        "draft_weights": draft_weights(model, acceptance),
         "activations": model.storage.multiplied_by,
-        "products": model.products,
+        "products": products(model),
         "device": f"{device.platform}: {device.device_kind}",
     }
     if result.logprobs is not None:
@@ -77,6 +78,26 @@ def describe(
     if comparison is not None:
         facts |= comparison.facts()
     return facts
+
+
+def products(model: Model) -> str:
+    """The implementation of products of few rows: "native" (our kernels) or "plain" (XLA's)."""
+    return "native" if model.storage.panel else "plain"
+
+
+def draft_weights(model: Model, acceptance: str) -> str | None:
+    """The stored type of the drafter's kernels under this rule; None without kernels."""
+    if not (heads := model.variables["heads"]):
+        return None
+    form = model.storage
+    if model.drafter.trained:
+        by_drafts = acceptance != "auto" and RULES[acceptance].by_drafts
+        form = form.of_deciding_drafts if by_drafts else form.of_drafts
+    else:  # a draft model may have no blocks although the backbone has them
+        leaves = jax.tree.leaves(heads, is_leaf=lambda x: isinstance(x, Stored))
+        if {k for x in leaves if isinstance(x, Stored) for k in x.types} == {"float32"}:
+            return "float32"
+    return form.weights or str(model.dtype)
 
 
 def summary(facts: Json, loaded: float, first: float, read: float) -> str:

@@ -12,6 +12,7 @@ from tiny import write_model
 
 from medusa_jax import Model, Options, Tree
 from medusa_jax.commands import bench
+from medusa_jax.commands.decode_report import draft_weights
 from medusa_jax.commands.entrants import Entrant, contenders_of, load_entrants, marked
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 
@@ -44,7 +45,7 @@ def test_an_automatic_tree_is_raced_as_decode_runs_it(files, monkeypatch):
     flags = bench.Flags(model=str(files[0]), draft_weights="float32")
     names = [f"{files[0]}/heads@auto,chain:1", "prompt_lookup", "none@none"]
     entrant, *others = load_entrants(flags, names, "chain:2")
-    assert [e.model.draft_weights("greedy") for e in others] == [None, None]
+    assert [draft_weights(e.model, "greedy") for e in others] == [None, None]
     asked = []
     monkeypatch.setattr(Model, "generate", lambda self, *args, tree: asked.append(tree))
     for contender in contenders_of([entrant], Options()):

@@ -17,6 +17,7 @@ from tiny import random_params
 
 import medusa_jax
 from medusa_jax.api.results import Options
+from medusa_jax.commands.decode_report import draft_weights, products
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.native import library
 from medusa_jax.tree.tree import Tree
@@ -147,7 +148,7 @@ def test_native_products_leave_typical_texts_alone(arch, n_layers, tmp_path, mon
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
     heads = write_case(tmp_path, arch, n_layers)
     model = read(tmp_path, heads, "float32")
-    assert model.products == "native" and run(model, "greedy")[0] == GREEDY
+    assert products(model) == "native" and run(model, "greedy")[0] == GREEDY
     assert run(model, "typical") == RECORDED[arch, n_layers][1:]
-    kinds = [model.draft_weights(rule) for rule in ("greedy", "typical", "rejection")]
+    kinds = [draft_weights(model, rule) for rule in ("greedy", "typical", "rejection")]
     assert kinds == ["int8", "float32", "float32"]

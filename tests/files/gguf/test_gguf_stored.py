@@ -29,7 +29,7 @@ from trees import random_tree
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.commands.decode_report import describe
+from medusa_jax.commands.decode_report import describe, draft_weights
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.evaluate.weight_bytes import bytes_per_token, stored_as
@@ -245,7 +245,7 @@ def test_a_draft_model_is_stored_in_types_of_its_own(tmp_path, tokenizer_json):
     path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES["Q4_1 and Q8_0"])
     save_backbone(str(tmp_path), arch := tiny_arch(), random_params(arch, 0), "float32")
     drafters = [medusa_jax.load(path, f"draft_model:{name}") for name in (path, tmp_path)]
-    kinds = [model.draft_weights("greedy") for model in drafters]
+    kinds = [draft_weights(model, "greedy") for model in drafters]
     assert kinds == ["stored", "float32"]
 
 
