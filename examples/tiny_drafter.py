@@ -27,7 +27,7 @@ class Tiny(LastHidden):
         return {f"heads_{k}": head for k in range(self.n_heads)}
 
     def head_features(
-        self, params: Params, k: int, backbone: Backbone, hidden: jax.Array, root: jax.Array
+        self, params: Params, backbone: Backbone, k: int, hidden: jax.Array, root: jax.Array
     ) -> jax.Array:
         """h_t [..., D] and the token after t [...] -> x_k [..., D]."""
         hidden = hidden.astype(backbone.llama.dtype)
@@ -40,12 +40,12 @@ class Tiny(LastHidden):
         hidden_BTD, root_BT = rows.hidden_BTE, shift_left(rows.tokens_BT, 1)
         heads = range(self.n_heads)
         return jnp.stack(
-            [self.head_features(params, k, backbone, hidden_BTD, root_BT) for k in heads]
+            [self.head_features(params, backbone, k, hidden_BTD, root_BT) for k in heads]
         )
 
     def propose(
         self, params: Params, backbone: Backbone, state: jax.Array, request: DraftRequest
     ) -> Proposal:
         heads, root_B = range(request.tree.depth), request.root_B
-        features = [self.head_features(params, k, backbone, state, root_B) for k in heads]
+        features = [self.head_features(params, backbone, k, state, root_B) for k in heads]
         return self.fill(params, backbone, features, request)

@@ -14,7 +14,7 @@ from medusa_jax.decoding.request import DecodeRequest, power_of_two, prompt_arra
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.sharding import Params
 
-# Slots of the first cache; each size is a further program to compile.
+# Slots of the first cache, at least `LARGE`; each size is a further program to compile.
 LEAST_SLOTS = 1024
 # Prompt tokens per piece: up to four small pieces instead of a half-empty large one.
 SMALL, LARGE = 64, prefill.PIECE
@@ -54,7 +54,7 @@ class Dialogue:
         sizes = rows.Sizes(prompts.output_BO.shape[1], (Q, W))
         n, reader = len(request.prompts[0]), engine.depth_only
         length = n + int(prompts.options.limit_B[0]) + engine.free_slots
-        slots = power_of_two(length, max(LEAST_SLOTS, LARGE))
+        slots = power_of_two(length, LEAST_SLOTS)
         prompt = np.array([*request.prompts[0]], np.int32)
         row = self.state if self._row_key == (engine, sizes) else None
         # Drafters pair a position with the token after it, so the last shared token is read again.

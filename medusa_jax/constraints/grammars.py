@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.constraints.constraint import Constraint
-from medusa_jax.constraints.guide import MatcherGuide, first_line
+from medusa_jax.constraints.guide import MatcherGuide, engine_message
 from medusa_jax.errors import UserError
 from medusa_jax.text.token_bytes import TokenBytes
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
@@ -110,15 +110,19 @@ class Grammars:
                 f"the {kind} is too costly: it takes more than {reply['too_costly']} to compile"
             )
         if "unreadable" in reply:
-            raise UserError(f"the {kind} cannot be read: {first_line(reply['unreadable'])}")
-        if reason := first_line(reply.get("refused", "")):
+            raise UserError(
+                f"the {kind} cannot be read: {engine_message(reply['unreadable'])}"
+            )
+        if reason := engine_message(reply.get("refused", "")):
             reason = OVERLAP if "coerce_one_of" in reason else reason
             reason = "no text meets it" if reason == "NoExtensionBias" else reason
             raise UserError(f"the {kind} cannot be used: {reason}")
         limits = guidance.LLParserLimits(**LIMITS)
         matcher = guidance.LLMatcher(tokens, reply["grammar"], log_level=0, limits=limits)
         if matcher.is_error():
-            raise UserError(f"the {kind} cannot be used: {first_line(matcher.get_error())}")
+            raise UserError(
+                f"the {kind} cannot be used: {engine_message(matcher.get_error())}"
+            )
         allowed_W = vocabulary.ordinary_W.copy()
         if constraint.kind == "grammar":  # special tokens that it names
             for token in map(int, re.findall(r"<\[(\d+)\]>", reply["grammar"])):

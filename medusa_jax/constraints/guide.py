@@ -121,7 +121,7 @@ class MatcherGuide:
 
         "NoExtension" only says that nothing may follow them.
         """
-        error = first_line(self._matcher.get_error())
+        error = engine_message(self._matcher.get_error())
         if self._matcher.is_error() and not error.startswith("NoExtension"):
             raise UserError(f"the constraint is too costly for its grammar engine: {error}")
 
@@ -251,8 +251,8 @@ class MatcherGuide:
         return int(np.argmin(bits))
 
 
-def first_line(error: Any) -> str:
-    """Return the first line of a message that may show the whole grammar, and a parser's `error: ` line."""
+def engine_message(error: Any) -> str:
+    """Return the first line of the engine's message, which may show the whole grammar, and a parser's `error: ` line."""
     first, *lines = str(error).strip().splitlines() or [""]
     note = next((line.strip() for line in lines if line.strip().startswith("error: ")), "")
     return f"{first[:200]} {note[:100]}".strip()

@@ -13,7 +13,7 @@ from medusa_jax.tree.tree import Tree
 
 
 def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
-    """Ids of the n best guesses [..., n] by scores [..., O]. All drafts come from this function."""
+    """Ids of the n best guesses [..., n] by scores [..., O]. Drafts that scores rank come from here."""
     # A TPU sorts all scores of an array of more than two axes.
     best = backbone.kernels.top_k(scores.reshape(-1, scores.shape[-1]), n)
     return backbone.ids_of(best.reshape(*scores.shape[:-1], n))

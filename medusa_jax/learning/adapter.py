@@ -11,7 +11,6 @@ import optax
 from flax.traverse_util import flatten_dict
 
 from medusa_jax.api import Model
-from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.evaluate.text_ranks import Text
@@ -177,5 +176,4 @@ def first_answer(tokens: np.ndarray, counted: np.ndarray) -> Text:
 
 def merged(factors: Params, heads: Params) -> Params:
     """The heads with the adapter."""
-    untied = LlamaConfig(tie_embeddings=False)
-    return lora.merge(untied, heads, factors, LORA)[1]
+    return lora.merged(heads, factors, LORA)

@@ -87,7 +87,7 @@ def with_dropout(lora: Params, key: jax.Array) -> Params:
 def merge(
     config: LlamaConfig, params: Params, lora: Params, cfg: LoraConfig
 ) -> tuple[LlamaConfig, Params]:
-    """Merge the adapters into every layer: W + (alpha / rank) A B in float32.
+    """Merge the adapters into every layer of a backbone: W + (alpha / rank) A B in float32.
 
     A tied LM head becomes a separate one, so the configuration may change.
     """
@@ -95,12 +95,13 @@ def merge(
         lm_head = {"kernel": params["embed_tokens"]["embedding"].T}
         params = params | {"lm_head": lm_head}
         config = dataclasses.replace(config, tie_embeddings=False)
+    return config, merged(params, lora, cfg)
 
-    def walk(module: Params, adapter: Params) -> Params:
-        if "a" in adapter:
-            product = jnp.dot(adapter["a"], adapter["b"], precision=lax.Precision.HIGHEST)
-            kernel = module["kernel"].astype(jnp.float32) + product * (cfg.alpha / cfg.rank)
-            return module | {"kernel": kernel}
-        return module | {name: walk(module[name], inner) for name, inner in adapter.items()}
 
-    return config, walk(params, lora)
+def merged(params: Params, lora: Params, cfg: LoraConfig) -> Params:
+    """Parameters of layers of any kind with the adapters that they have."""
+    if "a" in lora:
+        product = jnp.dot(lora["a"], lora["b"], precision=lax.Precision.HIGHEST)
+        kernel = params["kernel"].astype(jnp.float32) + product * (cfg.alpha / cfg.rank)
+        return params | {"kernel": kernel}
+    return params | {name: merged(params[name], inner, cfg) for name, inner in lora.items()}

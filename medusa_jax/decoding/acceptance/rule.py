@@ -74,7 +74,7 @@ NoiseFn = Callable[[Sampling, jax.Array, int | jax.Array, Any], jax.Array]
 
 @dataclass(frozen=True)
 class Rule:
-    """One acceptance rule; rules in the files of this package are registered by name.
+    """One acceptance rule; `RULES`, in `__init__.py`, has them by name.
 
     Attributes:
       name: its value of `--acceptance`.
