@@ -112,7 +112,7 @@ class Gate(struct.PyTreeNode):
         return jnp.isfinite(self.ratio_N[0])
 
     def counted(self, index: jax.Array | int, taken: jax.Array | int) -> "Gate":
-        """The gate after steps with a size that say nothing about drafts."""
+        """Count steps of this size without changing the acceptance statistics."""
         return self.replace(
             steps_N=self.steps_N + taken * (jnp.arange(len(self.depths)) == index)
         )

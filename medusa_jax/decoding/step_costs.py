@@ -124,8 +124,8 @@ class StepCosts:
 class ChunkClock:
     """Times the chunks of a stream.
 
-    A chunk begins when it is sent or when the one before it ends, whichever is later; `see`, which follows at once, is there
-    at that time. A chunk's end is known only if the host waited for it.
+    A chunk begins when it is sent or when the one before it ends, whichever is later. `see` is called right after a chunk is
+    sent and waits for the one before it, so it returns when the new chunk begins. A chunk's end is known only if the host waited for it.
 
     Args:
       sizes: of the gated engine.

@@ -5,8 +5,8 @@ Near the loaded heads the loss of a text grows with the square of a kernel's cha
 
     loss(W + D) - loss(W)  =  1/2 tr(D^T C D G)        C = E[x x^T]        G = E[d d^T]
 
-x are inputs of the kernel, d gradients of the loss at its outputs. Moments of all rehearsed texts cost a step nothing, while
-its windows are a few of them.
+x are inputs of the kernel, d gradients of the loss at its outputs. The moments cover all rehearsed texts, at the same cost
+per step however many these are; a step's own windows are only a few of them.
 """
 
 from typing import Any
