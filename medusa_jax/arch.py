@@ -116,10 +116,14 @@ class LlamaConfig:
 
     def llama_layers(self) -> "LlamaConfig":
         """This shape with plain Llama layers, which drafters use: same sizes, biases and q/k norms."""
-        unlike = [*UNLIKE_LLAMA]
-        if self.rope_scaling == "longrope":
-            unlike += [n for n in vars(self) if n.startswith("rope_") and n != "rope_theta"]
-        return replace(self, **{name: getattr(LlamaConfig, name) for name in unlike})
+        plain = replace(self, **{name: getattr(LlamaConfig, name) for name in UNLIKE_LLAMA})
+        return plain.unscaled() if self.rope_scaling == "longrope" else plain
+
+    def unscaled(self) -> "LlamaConfig":
+        """This shape without a scaling of the rotation."""
+        kept = ("rope_theta", "rope_dim", "rope_window_theta")
+        scaling = [n for n in vars(self) if n.startswith("rope_") and n not in kept]
+        return replace(self, **{name: getattr(LlamaConfig, name) for name in scaling})
 
 
 @dataclass(unsafe_hash=True)

@@ -59,9 +59,10 @@ class TappedDrafter(Drafter):
             "d_ff": h.d_ff, "rms_eps": h.rms_eps,
         }  # fmt: skip
         fields: dict[str, Any] = form | {name: n for name, n in sizes.items() if n}
+        llama = self.llama
         if h.rope_theta:
-            fields |= {"rope_theta": h.rope_theta, "rope_scaling": "none"}
-        return dataclasses.replace(self.llama, qk_norm=self.qk_norm, **fields)
+            llama, fields["rope_theta"] = llama.unscaled(), h.rope_theta
+        return dataclasses.replace(llama, qk_norm=self.qk_norm, **fields)
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -85,9 +85,9 @@ def logits_of(drafter, params, base, hidden_BTE, tokens_BT, step=1):
     return np.stack([drafter.head_logits(params, backbone, k, x) for k, x in heads])
 
 
-def our_logits(heads, params):
+def our_logits(heads, params, llama=LLAMA):
     """[K, V] after position T - 1 of the hidden states, the later tokens as they are."""
-    drafter = make_drafter(heads, LLAMA)
+    drafter = make_drafter(heads, llama)
     given = np.concatenate([HIDDEN, STREAMS], -1)[:, : D * (1 + len(drafter.taps))]
     hidden = np.pad(given, ((0, len(TOKENS) - T), (0, 0)))
     return logits_of(drafter, params, BASE, hidden[None], TOKENS[None])[:, 0, T - 1]

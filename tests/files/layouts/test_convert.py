@@ -277,6 +277,33 @@ def test_heads_for_every_shape(shape, tmp_path):
         same_bits(folder, open_heads(str(out)), base, tmp_path / f"{drafter}_back")
 
 
+LOW_HIGH = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
+SCALED = [
+    {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_max_position": 512},
+    {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_max_position": 1024}
+    | {"rope_attention_factor": 1.1, "rope_truncate": False},
+]
+
+
+@pytest.mark.parametrize("scaling", SCALED, ids=["llama3", "yarn"])
+@pytest.mark.parametrize(
+    "fields", [EAGLE3, {"drafter": "dflash", "tap_layers": "1"}], ids=["eagle3", "dflash"]
+)
+def test_heads_with_a_base_of_their_own_ignore_a_scaling(fields, scaling, tmp_path):
+    """They guess as over a model without it, and layouts hold them."""
+    llama = dataclasses.replace(LLAMA, **scaling, **LOW_HIGH)
+    base = write_base(tmp_path / "base", llama)
+    heads = heads_of(**fields, rope_theta=500.0)
+    stored = write_heads(tmp_path / "heads", base, heads, norms=1.0)
+    _, params, _ = load(tmp_path / "heads", llama)
+    logits = our_logits(heads, params, llama)
+    np.testing.assert_array_equal(logits, our_logits(heads, params))
+    for target in (fields["drafter"], "speculators"):
+        again = open_heads(str(exported(stored, base, target, tmp_path / target)))
+        assert again.heads.rope_theta == 500
+        same_bits(tmp_path / "heads", again, base, tmp_path / f"{target}_back")
+
+
 def test_the_table_of_engines_is_in_the_page():
     assert table() in (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
 
