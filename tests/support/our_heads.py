@@ -68,14 +68,15 @@ def load(path, llama=LLAMA, **options):
     return heads_io.load_heads(str(path), llama, make_mesh(), **options)
 
 
-def logits_of(drafter, params, base, hidden_BTE, tokens_BT, step=1):
+def logits_of(drafter, params, base, hidden_BTE, tokens_BT, step=1, llama=None):
     """Logits [K, B, T, O] of a drafter after every position, over a backbone with the parameters `base`.
 
     Args:
       step: the distance of the positions.
+      llama: the backbone's shape, if it is not like Llama's.
     """
-    llama = Llama(drafter.llama, jnp.float64)
-    backbone = Backbone(llama, jax.tree.map(jnp.asarray, base))
+    module = Llama(llama or drafter.llama, jnp.float64)
+    backbone = Backbone(module, jax.tree.map(jnp.asarray, base))
     if (vocab := params.get(vocabulary.GROUP)) is not None:
         backbone = vocabulary.narrowed(backbone, jnp.asarray(vocab["ids"]))
     positions_BT = np.broadcast_to(step * np.arange(tokens_BT.shape[1]), tokens_BT.shape)
@@ -90,4 +91,5 @@ def our_logits(heads, params, llama=LLAMA):
     drafter = make_drafter(heads, llama)
     given = np.concatenate([HIDDEN, STREAMS], -1)[:, : D * (1 + len(drafter.taps))]
     hidden = np.pad(given, ((0, len(TOKENS) - T), (0, 0)))
-    return logits_of(drafter, params, BASE, hidden[None], TOKENS[None])[:, 0, T - 1]
+    rows = BASE, hidden[None], TOKENS[None]
+    return logits_of(drafter, params, *rows, llama=llama)[:, 0, T - 1]

@@ -98,8 +98,9 @@ class Export:
         return out
 
     def embedding(self) -> np.ndarray:
-        """The backbone's embedding [V, D], a copy of which some layouts contain."""
-        return self.base.array("embed_tokens/embedding").astype(self.kind)
+        """The backbone's embedding [V, D] times its factor, a copy of which some layouts contain."""
+        multiplier = self.kind.type(self.base.config.embedding_multiplier)
+        return self.base.array("embed_tokens/embedding").astype(self.kind) * multiplier
 
     def write(self, out: str, name: str, arrays: Arrays, config: Json) -> None:
         """Write a file of weights (safetensors or torch's, by its suffix) and its config.json."""

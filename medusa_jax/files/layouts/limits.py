@@ -44,7 +44,7 @@ def hydra(heads: Any, llama: LlamaConfig | None) -> str:
             "Hydra's code needs separate LM heads with biases and a learned skip connection, not "
             f"lm_head {heads.lm_head!r}, lm_bias {heads.lm_bias}, skip {heads.skip!r}"
         )
-    return ""
+    return _without_factor("Hydra's code", llama)
 
 
 def eagle(heads: Any, llama: LlamaConfig | None) -> str:
@@ -58,7 +58,8 @@ def eagle(heads: Any, llama: LlamaConfig | None) -> str:
 
 def eagle_for_sglang(heads: Any, llama: LlamaConfig | None) -> str:
     """SGLang's layers are those of a Llama or Qwen2."""
-    return eagle(heads, llama) or _unknown_layers("sglang", llama)
+    reason = eagle(heads, llama) or _unknown_layers("sglang", llama)
+    return reason or _without_factor("sglang", llama)
 
 
 def eagle_for_vllm(heads: Any, llama: LlamaConfig | None) -> str:
@@ -79,6 +80,13 @@ def _unknown_layers(engine: str, llama: LlamaConfig | None) -> str:
     if llama is None or not (llama.qk_norm or llama.mlp_bias or llama.out_bias):
         return ""
     return f"{engine}'s EAGLE-1 has layers without q/k norms and biases of outputs or MLPs"
+
+
+def _without_factor(engine: str, llama: LlamaConfig | None) -> str:
+    """Why heads cannot read the embedding that an engine shares with the model; "" if they can."""
+    if llama is None or (factor := llama.embedding_multiplier) == 1:
+        return ""
+    return f"{engine} gives heads the model's embedding without its factor {factor:g}"
 
 
 def eagle3_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
@@ -125,7 +133,7 @@ def dflash(heads: Any, llama: LlamaConfig | None) -> str:
         return "--to dflash cannot say that DSpark's root does not guess: --to speculators"
     if heads.window and heads.window_at_root:
         return "--to dflash counts windows from each slot, these are from the root: --to speculators"
-    return _out_of_order(heads)
+    return _out_of_order(heads) or _without_factor("vLLM, by --to dflash,", llama)
 
 
 def dflash_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:

@@ -17,6 +17,7 @@ from our_heads import (
     FOLLOWING,
     HIDDEN,
     STREAMS,
+    TOKENS,
     exported,
     load,
     our_logits,
@@ -267,7 +268,7 @@ def test_heads_for_every_shape(shape, tmp_path):
     base = write_base(tmp_path / "base", llama, random_params(llama, 0))
     for drafter, target in {
         "eagle3": "eagle3",
-        "dspark": "dflash",
+        "dspark": "speculators",
         "eagle": "eagle",
     }.items():
         fields = SHARED if drafter != "eagle3" else {}
@@ -275,6 +276,30 @@ def test_heads_for_every_shape(shape, tmp_path):
         stored = write_heads(folder, base, heads_of(drafter=drafter, **fields))
         out = exported(stored, base, target, tmp_path / f"{drafter}_out")
         same_bits(folder, open_heads(str(out)), base, tmp_path / f"{drafter}_back")
+
+
+def test_engines_read_embeddings_with_the_models_factor(tmp_path):
+    """Those with a copy of their own; others are refused."""
+    llama = dataclasses.replace(LLAMA, embedding_multiplier=12.0)
+    base = write_base(tmp_path / "base", llama)
+    config, lm_head = engines.config_of(tmp_path / "base"), np.float64(base.lm_head().T)
+    heads = heads_of(**EAGLE, fc_bias=False)
+    stored = write_heads(tmp_path / "heads", base, heads)
+    want = our_logits(heads, load(tmp_path / "heads", llama)[1], llama)
+    for engine in ("eagle", "vllm"):
+        out = exported(stored, base, engine, tmp_path / engine)
+        (file,) = [*out.glob("*.bin"), *out.glob("*.safetensors")]
+        state = engines.torch_state(file) if file.suffix == ".bin" else load_file(file)
+        following = state["embed_tokens.weight"][TOKENS[1:]]
+        args = out, config, HIDDEN, following, lm_head, engine.removeprefix("eagle")
+        assert_close(engines.eagle(*args)[:3], want, dtype="float32")
+        again = open_heads(str(out))
+        same_bits(tmp_path / "heads", again, base, tmp_path / f"{engine}_back")
+    for target, shared in {"hydra": HYDRA, "sglang": SHARED, "dflash": SHARED}.items():
+        drafter = "eagle" if target == "sglang" else target
+        heads = heads_of(drafter, **shared)
+        assert "without its factor 12" in why_not(heads, target, llama)
+        assert not why_not(heads, target, LLAMA)
 
 
 LOW_HIGH = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
