@@ -78,7 +78,7 @@ class Export:
         """
         kind, factors = self.stored.heads.lm_head, ("lm_head/down", "lm_head/up")
         out = {path: x for path, x in self.params.items() if not path.endswith(factors)}
-        lm_head = self.base.lm_head().astype(self.kind) if kind == "shared" else None
+        lm_head = self.lm_head() if kind == "shared" else None
         for k in range(self.stored.heads.n_heads):
             stem = f"heads_{k}/lm_head"
             if lm_head is not None:
@@ -96,6 +96,14 @@ class Export:
             key, transposed = locate(path)
             out[key] = array.T if transposed else array
         return out
+
+    def lm_head(self, ids_O: np.ndarray | None = None) -> np.ndarray:
+        """The backbone's LM head for these tokens [D, O], by default all, divided as its logits are."""
+        base = self.base
+        lm_head_DO = base.lm_head() if ids_O is None else base.lm_head_columns(ids_O)
+        if (divisor := base.config.logit_divisor) != 1:
+            lm_head_DO = lm_head_DO.astype(np.float32) / divisor
+        return lm_head_DO.astype(self.kind)
 
     def embedding(self) -> np.ndarray:
         """The backbone's embedding [V, D] times its factor, a copy of which some layouts contain."""

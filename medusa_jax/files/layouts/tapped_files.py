@@ -94,11 +94,7 @@ def shared_lm_head(export: Export) -> Arrays:
     """The backbone's LM head [O, D] for heads that share it, since engines look for their own."""
     if export.stored.heads.lm_head != "shared":
         return {}
-    base, ids = export.base, export.stored.ids
-    lm_head_DO = base.lm_head() if ids is None else base.lm_head_columns(ids)
-    if (divisor := base.config.logit_divisor) != 1:
-        lm_head_DO = lm_head_DO.astype(np.float32) / divisor
-    return {LM_HEAD: lm_head_DO.T.astype(export.kind)}
+    return {LM_HEAD: export.lm_head(export.stored.ids).T}
 
 
 def verifier(export: Export) -> Json:

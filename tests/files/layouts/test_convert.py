@@ -302,6 +302,18 @@ def test_engines_read_embeddings_with_the_models_factor(tmp_path):
         assert not why_not(heads, target, LLAMA)
 
 
+def test_copies_of_a_lm_head_divide_logits_as_the_model_does(tmp_path):
+    llama = dataclasses.replace(LLAMA, logit_divisor=8.0)
+    base = write_base(tmp_path / "base", llama)
+    stored = write_heads(tmp_path / "heads", base, heads_of(**SHARED))
+    want = our_logits(*load(tmp_path / "heads", llama)[:2], llama)
+    facts = engines.config_of(tmp_path / "base"), None
+    for target in ("tgi", "vllm"):
+        out = exported(stored, base, target, tmp_path / target)
+        for logits in engines_that_read(target, "medusa", out, facts):
+            assert_close(logits, want, dtype="float32")
+
+
 LOW_HIGH = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0}
 SCALED = [
     {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_max_position": 512},
