@@ -97,7 +97,7 @@ class DFlashFiles(Layout):
             raise UserError(
                 f"{file}: draft_vocab_size {size!r}, {source} has {outputs} tokens"
             )
-        block_size = config_fields.count("block_size", least=2)
+        block_size = config_fields.count("block_size", least=1 if root_guesses else 2)
         heads = kind(
             n_heads=block_size if root_guesses else block_size - 1,
             lm_head="own" if LM_HEAD in tensors else "shared",

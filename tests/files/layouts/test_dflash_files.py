@@ -182,9 +182,9 @@ REQUIRED = {
     [
         (DFLASH, ("dflash", "speculators")), (DSPARK, ("dflash", "speculators")),
         (ROOT, ("dflash", "speculators")), (AT_SLOT, ("dflash",)), (AT_ROOT, ("speculators",)),
-        (FREE, ("speculators",)),
+        (FREE, ("speculators",)), (replace(ROOT, n_heads=1), ("dflash", "speculators")),
     ],
-    ids=["dflash", "dspark", "deepspec", "slot", "root", "free"],
+    ids=["dflash", "dspark", "deepspec", "slot", "root", "free", "one guess"],
 )  # fmt: skip
 def test_written_and_read_back(heads, targets, base, tmp_path):
     """The same tensors; every number that an engine reads; what cannot be said is refused."""
@@ -201,7 +201,7 @@ def test_written_and_read_back(heads, targets, base, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, again.read(LLAMA), stored.read(LLAMA))
         for name in names:
             assert getattr(again.heads, name) == getattr(heads, name), name
-        assert raw["block_size"] == 4
+        assert raw["block_size"] == heads.n_heads + (not heads.root_guesses)
     if "dflash" not in targets:
         return
     out = tmp_path / "dflash"
