@@ -29,6 +29,19 @@ NUMBERS = {
     "rope.freq_base_swa": "rope_local_base_freq",
 }
 
+# Values without which llama.cpp computes something else; caps of 0 are none.
+EXPECTED = {
+    "attention.causal": (True,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "expert_count": (0,),
+    "nextn_predict_layers": (0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+# Further sizes of heads, which are all of one size here.
+HEAD_SIZES = ("value_length", "key_length_swa", "value_length_swa")
+
 # GGUF's name of a module -> Hugging Face's, outside of the layers and in them.
 MODULES = {
     "token_embd": "model.embed_tokens",
@@ -67,8 +80,6 @@ RENAMED = {
 LONGROPE = {f"{kind}_factor": f"rope_factors_{kind}.weight" for kind in ("short", "long")}
 # Llama 3.1's scaling of the rotary frequencies, stored as a divisor for each frequency.
 FREQUENCY_DIVISORS = "rope_freqs.weight"
-# Further factors of llama.cpp, under `rope.scaling.`.
-EXPECTED_SCALING = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -88,14 +99,16 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
             f"{file.file}: architecture {arch!r} is not supported (there are: "
             f"{', '.join(FAMILIES)})"
         )
-    if file.whole(f"{arch}.expert_count", 0):
-        raise UserError(f"{file.file}: a mixture of experts is not supported")
     width = file.count(f"{arch}.embedding_length")
     layers = file.count(f"{arch}.block_count")
     heads = file.per_layer(f"{arch}.attention.head_count", layers)
     head_dim = file.count(f"{arch}.attention.key_length", width // heads)
-    if file.count(f"{arch}.attention.value_length", head_dim) != head_dim:
-        file.refuse(f"{arch}.attention.value_length", f"{head_dim}, the size of a head")
+    rotated = file.count(f"{arch}.rope.dimension_count", head_dim)
+    sizes = {f"attention.{name}": (head_dim,) for name in HEAD_SIZES}
+    expected = EXPECTED | sizes | {"rope.dimension_count_swa": (rotated,)}
+    if arch == "granite":  # otherwise no layer rotates
+        expected["rope.scaling.finetuned"] = (True,)
+    file.expect({f"{arch}.{name}": values for name, values in expected.items()})
     embedding = file.tensors.get("token_embd.weight")
     window = file.whole(f"{arch}.attention.sliding_window", 0) or None
     config: dict[str, Any] = {
@@ -114,8 +127,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_theta": file.number(f"{arch}.rope.freq_base", 10000.0),
         "sliding_window": window,
-        "partial_rotary_factor": file.count(f"{arch}.rope.dimension_count", head_dim)
-        / head_dim,
+        "partial_rotary_factor": rotated / head_dim,
     }
     config["rope_scaling"] = _rope_scaling(file, arch, config)
     # llama.cpp's values where a file does not say them.
@@ -161,7 +173,7 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | N
         )
     if kind not in ("none", "linear", "yarn") or (divisors and kind != "none"):
         raise UserError(f"{file.file}: rope scaling {kind!r} is not supported here")
-    file.expect({key + name: (value,) for name, value in EXPECTED_SCALING.items()})
+    file.expect({f"{key}attn_factor": (1.0,)})
     if divisors is not None:
         return _llama3_scaling(divisors, config)
     if kind != "yarn":

@@ -402,7 +402,9 @@ def test_without_the_package(tmp_path, tokenizer_json, monkeypatch):
 
 # One row for each mechanism.
 REFUSED = [
-    ({"expert_count": 8}, {}, {}, "a mixture of experts"),
+    ({"final_logit_softcapping": 30.0}, {}, {}, "logit_softcapping 30.0 is not"),
+    ({"attention.causal": False}, {}, {}, "causal False is not supported"),
+    ({"attention.key_length_swa": 4}, {}, {}, r"_swa 4 is not supported \(only 8\)"),
     ({"block_count": "two"}, {}, {}, "block_count should be int, not 'two'"),
     ({"rope.dimension_count": 4}, {}, {}, "partial_rotary_factor 0.5 is not"),
     ({"rope.scaling.type": "longrope"}, {}, {}, "rope scaling 'longrope' is not supported"),
