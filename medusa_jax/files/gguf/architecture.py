@@ -9,6 +9,7 @@ import numpy as np
 from medusa_jax.errors import UserError
 from medusa_jax.files.families import FAMILIES as BY_MODEL_TYPE
 from medusa_jax.files.gguf.reader import BlockTensor, GGUFFile, read_gguf
+from medusa_jax.files.hf_config import LAYER_KINDS
 from medusa_jax.files.stored_forms import from_neighbours, reordered, with_offset
 from medusa_jax.files.tensor import Tensor, Tensors
 from medusa_jax.model.blocks import Blocks
@@ -129,6 +130,11 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "sliding_window": window,
         "partial_rotary_factor": rotated / head_dim,
     }
+    pattern = file.values.get(f"{arch}.attention.sliding_window_pattern")
+    if window and isinstance(pattern, list):
+        config["layer_types"] = [LAYER_KINDS[bool(one)] for one in pattern]
+    elif window and pattern is not None:  # 0: no layer is without the window
+        config["sliding_window_pattern"] = pattern or layers + 1
     config["rope_scaling"] = _rope_scaling(file, arch, config)
     # llama.cpp's values where a file does not say them.
     plain = {"attention_multiplier": head_dim**-0.5}

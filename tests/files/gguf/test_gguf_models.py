@@ -34,8 +34,9 @@ from medusa_jax.api.load import open_model
 from medusa_jax.config import LlamaConfig
 from medusa_jax.files.gguf import architecture, convert
 from medusa_jax.files.gguf.directory import make_directory
+from medusa_jax.files.gguf.reader import read_gguf
 from medusa_jax.files.hf import BaseFiles
-from medusa_jax.files.hf_config import read_config
+from medusa_jax.files.hf_config import parse_config, read_config
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.hub import resolve
 from medusa_jax.files.tensor import read_whole
@@ -255,6 +256,19 @@ def test_linear_scaling(keys, factor, tmp_path, tokenizer_json):
     config = read_config(resolve(tiny(tmp_path / "a.gguf", tokenizer_json, said)))
     expected = ("linear", factor) if factor else ("none", LlamaConfig.rope_factor)
     assert (config.rope_scaling, config.rope_factor) == expected
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "olmo2"])
+@pytest.mark.parametrize("pattern", [2, [True, False] * 2, [False, True, True, False], 0])
+def test_layers_that_have_the_window(arch, pattern, tmp_path):
+    """Said by layer, or all but every n-th; 0 is all, as in llama.cpp."""
+    said = {"sliding_window": 7, "sliding_window_pattern": pattern}
+    said = {"block_count": 4} | {f"attention.{name}": x for name, x in said.items()}
+    path = write(tmp_path / "a.gguf", shape_metadata(arch, **said), llama_tensors(9), arch)
+    config = parse_config(path, architecture.hf_config(read_gguf(path)))
+    layers = [config.has_window(i) for i in range(4)]
+    listed = {2: [True, False] * 2, 0: [True] * 4}
+    assert layers == (pattern if isinstance(pattern, list) else listed[pattern])
 
 
 # llama.cpp needs the value's size as well, and windows are for other architectures there.
