@@ -128,13 +128,33 @@ def _consistent(file: str, config: LlamaConfig) -> LlamaConfig:
     same_base = config.rope_window_theta == config.rope_theta
     if not config.sliding_window or (same_base and config.rope_scaling == "none"):
         config.rope_window_theta = 0.0
-    uneven = config.n_heads % config.n_kv_heads or config.head_dim % 2
-    if uneven or config.rope_dim % 2 or config.rope_dim > config.head_dim:
-        raise UserError(
-            f"{file}: {config.n_heads} query heads, {config.n_kv_heads} key/value heads and head "
+    if problem := contradiction(config):
+        raise UserError(f"{file}: {problem}")
+    return config
+
+
+def contradiction(config: LlamaConfig) -> str:
+    """What does not fit together in a shape, "" if all does."""
+    rotated, n = config.rope_dim or config.head_dim, config.n_layers
+    if config.n_heads % config.n_kv_heads or config.head_dim % 2:
+        return (
+            f"{config.n_heads} query heads, {config.n_kv_heads} key/value heads and head "
             f"size {config.head_dim} do not fit together"
         )
-    return config
+    if rotated % 2 or rotated > config.head_dim:
+        return f"rope_dim {rotated} is not an even number up to head_dim {config.head_dim}"
+    for name in ("rotated_layers", "window_layers"):
+        if (found := len(getattr(config, name))) not in (0, n):
+            return f"{name} is for {found} layers, not for n_layers {n}"
+    if config.rope_scaling == "yarn" and config.rope_theta <= 1:
+        return "rope_theta should be above 1 for yarn"
+    if config.rope_scaling == "longrope":
+        for theirs, ours in DIVISORS.items():
+            if len(getattr(config, ours)) != rotated // 2:
+                return (
+                    f"longrope needs {rotated // 2} numbers in {ours} ({theirs} in files)"
+                )
+    return ""
 
 
 def _layers(family: Family, fields: Fields) -> Json:
@@ -220,8 +240,6 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
         contexts = (raw.get(name), values.get(name), raw.get("max_position_embeddings"))
         values[name] = next((n for n in contexts if n is not None), None)
     if kind == "yarn":
-        if fields["rope_theta"] <= 1:
-            raise UserError(f"{file}: rope_theta should be above 1 for yarn")
         _yarn_defaults(inner)
         fields["rope_truncate"] = inner.switch("truncate", True)
     if kind == "longrope":
@@ -232,11 +250,8 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
         values["factor"] = context / original
         log = math.log(stated) / math.log(original) if stated > 1 else 0.0
         values.setdefault("attention_factor", math.sqrt(1 + log))
-        planes = fields.get("rope_dim", head_dim) // 2
         for theirs, ours in DIVISORS.items():
             fields[ours] = read(f"{file}: {theirs}", values.get(theirs), tuple[float, ...])
-            if len(fields[ours]) != planes:
-                raise UserError(f"{file}: {theirs} should have {planes} numbers")
     fields |= {ours: inner.number(theirs) for theirs, ours in names.items()}
     if "rope_original_max_position" in fields:
         fields["rope_original_max_position"] = int(fields["rope_original_max_position"])

@@ -3,6 +3,7 @@
 from medusa_jax import typed
 from medusa_jax.config import Config, fields_of
 from medusa_jax.errors import UserError
+from medusa_jax.files.hf_config import contradiction
 from medusa_jax.training.partition import trained_groups
 
 
@@ -24,12 +25,10 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
     t, model, data = cfg.train, cfg.model, cfg.data
     trained, kl = trained_groups(t.stage, cfg.lora.rank), t.backbone_loss == "kl"
     weights = {name: x for name, x in vars(t).items() if name.endswith("_weight")}
+    shape = contradiction(model.arch)
     has_teacher = model.path or cfg.lora.rank or cfg.dry_run
     return [
-        (
-            bool(model.arch.n_heads % model.arch.n_kv_heads or model.arch.head_dim % 2),
-            "model.arch.n_kv_heads must divide n_heads, and head_dim must be even",
-        ),
+        (bool(shape), f"model.arch: {shape}"),
         (
             bool(model.quantise) and "backbone" in trained,
             f"stage {t.stage} trains the backbone itself, which model.quantise {model.quantise!r} "

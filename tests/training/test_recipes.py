@@ -2,6 +2,7 @@
 
 import ast
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import jax
@@ -123,6 +124,7 @@ def test_every_recipe_passes_the_dry_run(name, capsys):
 
 
 CACHED = {"data.cache_features": "float32", "data.packing": "first_fit"}
+YARN = {"model.arch.rope_scaling": "yarn", "model.arch.rope_theta": 1.0}
 ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
 
 
@@ -144,6 +146,11 @@ ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
         ("medusa1", {"model.add_layers": 1}, "model.add_layers needs a stage that trains"),
         ("native", {"train.label_weight": 0.0}, "the heads' loss is 0: .*label_weight"),
         ("medusa1", {"train.lambda_decay": 0.0}, "the heads' loss is 0: .*lambda_decay"),
+        ("native", {"model.arch.rope_dim": 7}, "model.arch: rope_dim 7 is not an even"),
+        ("native", {"model.arch.rope_dim": 98}, "98 is not an even number up to head_dim"),
+        ("native", {"model.arch.rope_scaling": "longrope"}, "longrope needs .* numbers"),
+        ("native", YARN, "rope_theta should be above 1 for yarn"),
+        ("native", {"model.arch.window_layers": (True,) * 9}, "is for 9 layers, not for"),
         ("native", {"model.add_layers": 1}, r"add_layers needs a model\.path"),
         ("native", {"train.backbone_loss": "kl"}, r"model\.path"),
         ("medusa2", CACHED, "a backbone and rows that do not change"),
@@ -152,8 +159,8 @@ ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
 def test_what_is_refused(stage, fields, words):
     cfg = tiny_config("", stage, accumulation=4)
     for path, value in fields.items():
-        group, name = path.split(".")
-        setattr(getattr(cfg, group), name, value)
+        group, name = path.rsplit(".", 1)
+        setattr(attrgetter(group)(cfg), name, value)
     with pytest.raises(UserError, match=words) as error:
         checks.check(cfg)
         RunPlan(cfg, make_mesh(), cfg.model.arch, dry=True)
