@@ -23,6 +23,7 @@ DRAFT_WEIGHTS = WEIGHTS[1:]
 # Scalings of the rotation, and activations of the MLP.
 ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")
 MLP_ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+Above0 = Annotated[float, AtLeast(1e-30)]
 # Fields of layers unlike Llama's.
 UNLIKE_LLAMA = (
     "rope_dim", "rope_window_theta", "rotated_layers", "sliding_window", "window_layers", "qk_norm_full",
@@ -50,13 +51,13 @@ class LlamaConfig:
     rope_theta: Annotated[float, AtLeast(1)] = 10000.0
     # "none", "dynamic" (none within the context), or one that the fields below describe.
     rope_scaling: Annotated[str, OneOf(ROPE_SCALINGS)] = "none"
-    rope_factor: float = 1.0
+    rope_factor: Above0 = 1.0
     # Turns in the original context: planes with fewer are divided, with more kept (YaRN's beta_slow, beta_fast).
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_original_max_position: int = 8192
+    rope_low_freq_factor: Above0 = 1.0
+    rope_high_freq_factor: Above0 = 4.0
+    rope_original_max_position: Annotated[int, AtLeast(1)] = 8192
     # YaRN, LongRoPE: the factor of cos and sin. YaRN: whether its ramp starts and ends at whole planes.
-    rope_attention_factor: float = 1.0
+    rope_attention_factor: Above0 = 1.0
     rope_truncate: bool = True
     # LongRoPE: divisors of the frequencies if `max_position` is within the original context, and if it is longer.
     rope_short: tuple[float, ...] = ()
@@ -85,9 +86,9 @@ class LlamaConfig:
     # down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
     gated_mlp: bool = True
     # Embeddings and the outputs of sublayers are multiplied by these; logits are divided by the third.
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logit_divisor: float = 1.0
+    embedding_multiplier: Above0 = 1.0
+    residual_multiplier: Above0 = 1.0
+    logit_divisor: Above0 = 1.0
     # Multiplier of attention's scores; 0: head_dim ** -0.5.
     attention_multiplier: float = 0.0
 

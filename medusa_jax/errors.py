@@ -11,7 +11,6 @@ from contextlib import contextmanager
 # A file that cannot be written further: a full disk or quota, a failed device.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-
 # Signals that end a command, and their names for messages.
 STOPS: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 

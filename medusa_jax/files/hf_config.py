@@ -150,10 +150,10 @@ def contradiction(config: LlamaConfig) -> str:
         return "rope_theta should be above 1 for yarn"
     if config.rope_scaling == "longrope":
         for theirs, ours in DIVISORS.items():
-            if len(getattr(config, ours)) != rotated // 2:
-                return (
-                    f"longrope needs {rotated // 2} numbers in {ours} ({theirs} in files)"
-                )
+            above0 = [divisor > 0 for divisor in getattr(config, ours)]
+            if above0 != [True] * (rotated // 2):
+                wanted = f"{rotated // 2} numbers above 0"
+                return f"longrope needs {wanted} in {ours} ({theirs} in files)"
     return ""
 
 

@@ -89,6 +89,9 @@ def test_choices_are_those_of_the_code_that_reads_them():
         ("optim.name", "muons", "did you mean 'muon'"),
         ("lora.dropout", 1.0, "lora.dropout is from 0 to 0.999999, not 1.0"),
         ("mesh", (1, 1), "mesh should be tuple"),
+        ("model.arch.rope_factor", 0.0, "rope_factor is from 1e-30 to .*, not 0.0"),
+        ("model.arch.logit_divisor", 0.0, "logit_divisor is from 1e-30 to .*, not 0.0"),
+        ("model.arch.rope_original_max_position", 0, "position is from 1 to .*, not 0"),
     ],
 )
 def test_a_field_is_set_within_its_bounds(field, value, words):

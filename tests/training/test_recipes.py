@@ -11,7 +11,7 @@ import pytest
 from cases import thinned
 from family import parameters
 from jax.sharding import AbstractMesh
-from training_setup import ROOT, abstract_batch, stage_of, tiny_config
+from training_setup import ROOT, abstract_batch, stage_of, tiny_config, training_arch
 
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config, LlamaConfig
@@ -124,6 +124,7 @@ def test_every_recipe_passes_the_dry_run(name, capsys):
 
 
 CACHED = {"data.cache_features": "float32", "data.packing": "first_fit"}
+LONGROPE = training_arch(rope_scaling="longrope", rope_short=(1.0, 1.0, 1.0, -1.0))
 YARN = {"model.arch.rope_scaling": "yarn", "model.arch.rope_theta": 1.0}
 ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
 
@@ -149,6 +150,7 @@ ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
         ("native", {"model.arch.rope_dim": 7}, "model.arch: rope_dim 7 is not an even"),
         ("native", {"model.arch.rope_dim": 98}, "98 is not an even number up to head_dim"),
         ("native", {"model.arch.rope_scaling": "longrope"}, "longrope needs .* numbers"),
+        ("native", {"model.arch": LONGROPE}, "longrope needs 4 .* above 0 in rope_short"),
         ("native", YARN, "rope_theta should be above 1 for yarn"),
         ("native", {"model.arch.window_layers": (True,) * 9}, "is for 9 layers, not for"),
         ("native", {"model.add_layers": 1}, r"add_layers needs a model\.path"),
