@@ -259,7 +259,7 @@ def fields_parser(cfg: Config) -> Parser:
 
 
 def reader(kind: Any) -> Callable[[str], Any]:
-    """Reads text as a bool, int, float, str or a tuple of ints."""
+    """Reads text as a bool, int, float, str or a tuple of them."""
 
     def read(text: str) -> Any:
         if kind is bool:
@@ -267,7 +267,8 @@ def reader(kind: Any) -> Callable[[str], Any]:
                 raise ValueError
             return text.lower() in ("true", "1")
         if typing.get_origin(kind) is tuple:
-            return tuple(int(x) for x in entries(text.strip("()[] ")))
+            one = reader(typing.get_args(kind)[0])
+            return tuple(one(x) for x in entries(text.strip("()[] ")))
         return kind(text)
 
     read.__name__ = getattr(kind, "__name__", str(kind))  # for messages

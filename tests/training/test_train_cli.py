@@ -135,6 +135,14 @@ def test_a_configuration_that_builds_on_another_is_found_from_anywhere(
     assert sys.path == before
 
 
+def test_values_of_a_tuple_have_the_types_of_its_field():
+    given = {"window_layers": "true,false", "rope_short": "(1.5, 2)", "rotated_layers": ""}
+    args = [f"--config.model.arch.{name}={value}" for name, value in given.items()]
+    cfg = cli.parse([f"--config={ROOT}/configs/demo_native.py", "--workdir=w", *args])
+    read = [getattr(cfg.model.arch, name) for name in given]
+    assert read == [(True, False), (1.5, 2.0), ()]
+
+
 def shown(vicuna, source, seq_len=256):
     return preview(DataConfig(str(source), seq_len=seq_len, chat_template="vicuna"), vicuna)
 
