@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_jax.errors import UserError
@@ -211,7 +212,8 @@ def write_array(path: str | Path, array: "np.ndarray") -> None:
     import numpy as np
 
     with replacing(path) as new, open(new, "wb") as file:
-        np.save(file, array)
+        # Without the file's number, NumPy writes piece by piece, and errors keep the system's reason.
+        np.save(SimpleNamespace(write=file.write), array)
 
 
 def read_array(path: str | Path, mmap_mode: Literal["r"] | None = None) -> "np.ndarray":

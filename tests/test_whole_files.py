@@ -1,6 +1,7 @@
 """Files that exist whole or not at all."""
 
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -117,6 +118,17 @@ def test_what_fails_leaves_the_old_file(tmp_path, monkeypatch, failure, moment):
         assert "a.txt could not be written" in str(raised.value)
         assert "No space left on device" in str(raised.value)
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_an_array_that_does_not_fit_says_why(tmp_path):
+    """A limit of files' sizes stands for a full disk: both end a write within the array."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, usual[1]))
+    try:
+        with pytest.raises(UserError, match="File too large"):
+            write_array(tmp_path / "a.npy", np.zeros(2**12))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
 def test_an_empty_directory_is_filled(tmp_path):
