@@ -110,11 +110,12 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     if arch == "granite":  # otherwise no layer rotates
         expected["rope.scaling.finetuned"] = (True,)
     file.expect({f"{arch}.{name}": values for name, values in expected.items()})
-    embedding = file.tensors.get("token_embd.weight")
+    if "token_embd.weight" not in file.tensors:
+        raise UserError(f"{file.file} is damaged: it has no tensor 'token_embd.weight'")
     window = file.whole(f"{arch}.attention.sliding_window", 0) or None
     config: dict[str, Any] = {
         "model_type": (WINDOWED if window else FAMILIES).get(arch, FAMILIES[arch]),
-        "vocab_size": embedding.shape[0] if embedding else 0,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
         "intermediate_size": file.per_layer(f"{arch}.feed_forward_length", layers),
         "num_hidden_layers": layers,

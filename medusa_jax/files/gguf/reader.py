@@ -155,12 +155,12 @@ def _read(path: str) -> GGUFFile:
         return _parse(path, data)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is truncated or damaged: {first_line(error)}") from error
 
 
 def _parse(path: str, data: np.ndarray) -> GGUFFile:
-    """Read the bytes of a file; raises ValueError or KeyError where they are damaged."""
+    """Read the bytes of a file; raises ValueError or RecursionError where they are damaged."""
     cursor = _Cursor(data)
     magic, version = bytes(cursor.take(4, "the header")), cursor.scalar("I", "the header")
     # A big-endian file shows its version in the upper bytes.
@@ -218,6 +218,8 @@ class _Cursor:
 
     def value(self, kind: int, key: str) -> Any:
         what = f"the metadata {key!r}"
+        if kind not in {*SCALARS, STRING, ARRAY}:
+            raise ValueError(f"{what} is of an unknown type, {kind}")
         if kind == STRING:
             return self.string(what)
         if kind == FLOAT32:
@@ -228,6 +230,8 @@ class _Cursor:
         of, count = (self.scalar(code, what) for code in "IQ")
         if of == STRING:
             return self.strings(count, what)
+        if of not in SCALARS:
+            return [self.value(of, key) for _ in range(count)]
         kind_of = np.dtype(SCALARS[of]).newbyteorder("<")
         return self.take(count * kind_of.itemsize, what).view(kind_of).tolist()
 

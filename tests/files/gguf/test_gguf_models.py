@@ -4,9 +4,11 @@ import itertools
 import json
 import math
 import os
+import struct
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -425,6 +427,7 @@ REFUSED = [
     ({"rope.scaling.attn_factor": 1.5}, {}, {}, "attn_factor 1.5 is not supported"),
     ({}, {}, {"rope_freqs.weight": [1, 2, 3, 8]}, "rope_freqs.weight are scaled in a way"),
     ({}, {}, {"blk.1.attn_q.weight": None}, "q_proj.weight' of shape .* is missing"),
+    ({}, {}, {"token_embd.weight": None}, "it has no tensor 'token_embd.weight'"),
     ({}, {}, {"token_embd.weight": [[1] * D] * 7}, "tokens, but embeddings of 7"),
     ({}, {"eos_token_id": "</s>"}, {}, "eos_token_id should be int, not '</s>'"),
     ({"attention.head_count": [4, 2]}, {}, {}, "head_count should be a number, the same"),
@@ -459,6 +462,20 @@ def test_a_tokenizer_that_is_named_replaces_the_files(said, tmp_path, tokenizer_
         open_model(path)
     named = open_model(path, str(tmp_path)).tokenizer
     assert named.encode("a b") == load_tokenizer(str(tmp_path)).encode("a b")
+
+
+def test_arrays_in_arrays_and_types_that_nobody_knows(tmp_path):
+    lists = {"a": [[1, 2], [3]], "b": [["x"], ["y", "z"]], "c": [[[0.5]]], "d": 7}
+    path = Path(write(tmp_path / "a.gguf", lists, {}))
+    assert read_gguf(str(path)).values.items() >= lists.items()
+    whole, entry = path.read_bytes(), struct.pack("<Q1sI", 1, b"d", 4)
+    path.write_bytes(whole.replace(entry, entry[:-4] + struct.pack("<I", 99)))
+    with refused("damaged: the metadata 'd' is of an unknown type, 99"):
+        read_gguf(str(path))
+    deep = struct.pack("<IQ", 9, 1) * 9999
+    path.write_bytes(whole.replace(entry, entry[:-4] + struct.pack("<I", 9) + deep))
+    with refused(r"a\.gguf is truncated or damaged: maximum recursion"):
+        read_gguf(str(path))
 
 
 def test_files_that_are_no_model(tmp_path, tokenizer_json):
