@@ -18,12 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.state import DEFERRED, DecodeState, Engine
-from medusa_jax.decoding.step import draft, step_of
+from medusa_jax.decoding.step import step_of
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.heads.drafter import Backbone, Committed, Drafter, NoDrafter
 from medusa_jax.heads.optional import CopiesText
 from medusa_jax.sharding import Params, PyTree, pin_state
-from medusa_jax.tree.tree import Tree
 
 # (steps taken, the state after them) -> whether there is another step to take.
 More = Callable[[jax.Array, DecodeState], jax.Array]
@@ -164,9 +163,10 @@ def plain_step(engine: Engine, variables: Params, before: StepResult) -> StepRes
     Where drafts cost nothing, the drafter reads it now, and one draft is tested for the gate.
     """
     if isinstance(engine.drafter, CopiesText):
-        result = step_with(engine, variables, before)
-        drafted_BM = draft(engine, variables, before.state, Tree.chain(1)).nodes_BM
-        accepted_B = (drafted_BM[:, 1] == result.state.root_B).astype(jnp.int32)
+        old, result = before.state, step_with(engine, variables, before)
+        draft_B1, match_B = engine.drafter.copied(old.drafter, old.root_B, 1)
+        is_right_B = (match_B > 0) & (draft_B1[:, 0] == result.state.root_B)
+        accepted_B = is_right_B.astype(jnp.int32)
         return result._replace(accepted_B=accepted_B, levels=jnp.array(1, jnp.int32))
     stand_in = Deferring(engine.drafter.heads, engine.drafter.llama, engine.drafter)
     result = step_with(replace(engine, drafter=stand_in), variables, before)
