@@ -40,7 +40,7 @@ from medusa_jax.arch import HeadsConfig
 from medusa_jax.decoding.acceptance import Drafts, Verified
 from medusa_jax.decoding.copies import Nodes
 from medusa_jax.decoding.state import DecodeState, Engine
-from medusa_jax.decoding.step import accept, append, commit, draft, run_rows
+from medusa_jax.decoding.step import accept, append, commit, draft
 from medusa_jax.errors import UserError, between
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.untrained import Untrained, propose_given
@@ -150,8 +150,9 @@ class Lookahead(Untrained):
         """Verify the tree; also returns the logits of the window's last level [B, W, V]."""
         backbone, M = engine.backbone(variables), drafts.tree.n_nodes
         tokens_BR = jnp.concatenate([drafts.nodes_BM, state.drafter.window_BX], axis=1)
-        depth_R, mask_RR = self.rows_of_pass(drafts.tree)
-        hidden_BRE, cache = run_rows(backbone, state, tokens_BR, depth_R, mask_RR)
+        rows = tokens_BR, *self.rows_of_pass(drafts.tree)
+        with jax.named_scope("backbone"):
+            hidden_BRE, cache = backbone.read_tree(*rows, state.cache, state.length_B)
         hidden_BME, last_BWE = hidden_BRE[:, :M], hidden_BRE[:, -self.heads.window :]
         with jax.named_scope("lm_head"):  # one pass for both
             logits_BRV = backbone.lm_head(jnp.concatenate([hidden_BME, last_BWE], axis=1))

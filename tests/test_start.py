@@ -55,8 +55,7 @@ def test_a_program_traces_its_layers_once(traced):
     cache = KVCache.zeros(N_LAYERS, 1, 64, config.n_kv_heads, config.head_dim, jnp.float32)
     start_B = jnp.zeros((1,), jnp.int32)
     jax.eval_shape(
-        lambda p: model.apply(p, tokens_BT, tokens_BT, cache, start_B, method="decode"),
-        params,
+        lambda p: model.apply(p, tokens_BT, cache, start_B, method="read"), params
     )
     assert traced == ["attend_prompt"]
 

@@ -11,7 +11,7 @@ from medusa_jax.arch import MLP_ACTIVATIONS, LlamaConfig
 from medusa_jax.cpu.panels import FORMS, Panels, floats
 from medusa_jax.model.cache import Pair
 from medusa_jax.model.layers import mlp_norm
-from medusa_jax.model.masks import PathMask
+from medusa_jax.model.masks import LayerMask, PathMask
 
 LINEARS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -26,7 +26,7 @@ def layer(
     params: Mapping[str, Any],
     x_BTD: jax.Array,
     rope: Pair,
-    mask: PathMask,
+    mask: LayerMask,
     cache: Pair,
     start_B: jax.Array,
     input_BTI: jax.Array | None = None,
@@ -43,7 +43,7 @@ def layer(
       params: the layer's, with its kernels in `Panels`.
       rope: cos and sin of the tokens' angles, [B, T, 1, H].
       cache: keys and values [B, G, S, H]. The new ones are written to the slots from `start` on, in place if
-        nothing else needs the old cache. If the mask has more than T columns, earlier nodes lie before them.
+        nothing else needs the old cache. If a path has more than T rows, earlier nodes lie before them.
       input_BTI: what attention reads; None: the norm of x.
 
     Returns: the rows [B, T, D], and the cache with their keys and values.
@@ -58,13 +58,19 @@ def layer(
     norms = [input_norm, params[mlp_norm(config)] if config.pre_norm else None]
     norms += [attention.get("q_norm"), attention.get("k_norm")]
     out_norms = [params[name] for name in OUT_NORMS] if config.post_norm else []
+    # The kernel takes a text as a path without rows, and all of its tokens as no counts.
+    path_TR, count_B = jnp.ones((x_BTD.shape[1], 0), bool), jnp.zeros((0,), jnp.int32)
+    if isinstance(mask, PathMask):
+        path_TR = mask.mask_TR.astype(bool)
+    elif mask.count_B is not None:
+        count_B = mask.count_B.astype(jnp.int32)
     results = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (x_BTD, *cache)]
     call = jax.ffi.ffi_call("medusa_layer", results, input_output_aliases={5: 1, 6: 2})
     y_BTD, keys_BGSH, values_BGSH = call(
         x_BTD.astype(jnp.float32), *rope, start_B.astype(jnp.int32),
-        mask.mask_TR.astype(bool), *cache, floats(input_BTI),
+        path_TR, *cache, floats(input_BTI),
         *(floats(norm and norm["scale"]) for norm in norms),
-        jnp.zeros((0,), jnp.int32) if mask.count_B is None else mask.count_B.astype(jnp.int32),
+        count_B,
         *(
             operand
             for linear, k in zip(linears, kernels)

@@ -116,9 +116,7 @@ def read_piece(
     is_last_BT = position_BT == last_B1
     ends_B = jnp.any(is_last_BT, axis=1)
     count_B = jnp.clip(length_B - begin_B, 0, T)
-    hidden_BTE, cache = backbone.decode(
-        tokens_BT, position_BT, before.cache, begin_B, count_B=count_B
-    )
+    hidden_BTE, cache = backbone.read(tokens_BT, before.cache, begin_B, count_B)
 
     def first_token() -> tuple[jax.Array, Logprobs | None]:
         """The first token of every row, as if its prompt ended here, and its log-probabilities."""

@@ -17,7 +17,6 @@ from medusa_jax.decoding.stopping import BROKEN, RUNNING, completes_stop, count_
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Proposal, Ranked
 from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.vocabulary import for_drafting
-from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import Params
@@ -127,36 +126,12 @@ def verify(
 ) -> Verified:
     """One backbone pass over all nodes under the tree's mask (Medusa 2.1.2, figure 2)."""
     backbone, tree = engine.backbone(variables), drafts.tree
-    hidden_BME, cache = run_rows(
-        backbone,
-        state,
-        drafts.nodes_BM,
-        jnp.asarray(tree.depth_M),
-        jnp.asarray(tree.mask_MM),
-    )
+    nodes = drafts.nodes_BM, jnp.asarray(tree.depth_M), jnp.asarray(tree.mask_MM)
+    with jax.named_scope("backbone"):
+        hidden_BME, cache = backbone.read_tree(*nodes, state.cache, state.length_B)
     with jax.named_scope("lm_head"):
         logits_BMV = backbone.lm_head(hidden_BME)
     return Verified(drafts, hidden_BME, logits_BMV, cache, state.sampling, state.length_B)
-
-
-def run_rows(
-    backbone: Backbone,
-    state: DecodeState,
-    tokens_BR: jax.Array,
-    depth_R: jax.Array,
-    mask_RR: jax.Array,
-) -> tuple[jax.Array, KVCache]:
-    """Run R tokens after each row's text, and write them to the cache.
-
-    Args:
-      depth_R: distance of each token from the root.
-      mask_RR: True where the row's token sees the column's.
-
-    Returns: their hidden states [B, R, E], and the cache.
-    """
-    position_BR = state.length_B[:, None] + depth_R[None, :]
-    with jax.named_scope("backbone"):
-        return backbone.decode(tokens_BR, position_BR, state.cache, state.length_B, mask_RR)
 
 
 class Outcome(NamedTuple):

@@ -126,9 +126,8 @@ def logits_after(backbone: Backbone, tokens_1S: jax.Array, length: jax.Array) ->
     root_11 = lax.dynamic_slice_in_dim(tokens_1S, length - 1, 1, axis=1)
     before_1 = jnp.broadcast_to(length - 1, (1,)).astype(jnp.int32)
     # Slots from the root on are overwritten or masked, so the cache may hold the whole text.
-    hidden_11D, _ = backbone.decode(
-        root_11, before_1[:, None], cache, before_1, jnp.ones((1, 1), bool)
-    )
+    root = jnp.zeros((1,), jnp.int32), jnp.ones((1, 1), bool)
+    hidden_11D, _ = backbone.read_tree(root_11, *root, cache, before_1)
     return backbone.lm_head(hidden_11D[:, 0])
 
 
@@ -137,5 +136,4 @@ def whole_text(backbone: Backbone, tokens_1S: jax.Array) -> tuple[jax.Array, KVC
     c, S = backbone.llama.config, tokens_1S.shape[1]
     dtype = backbone.llama.dtype
     cache = KVCache.zeros(c.n_layers, 1, S, c.n_kv_heads, c.head_dim, dtype)
-    start_1 = jnp.zeros((1,), jnp.int32)
-    return backbone.decode(tokens_1S, jnp.arange(S)[None, :], cache, start_1)
+    return backbone.read(tokens_1S, cache, jnp.zeros((1,), jnp.int32))

@@ -94,9 +94,8 @@ class DraftModel(Untrained):
         The root's key and value are discarded; the next call overwrites them.
         """
         tokens_BU = jnp.concatenate([new.tokens_BT[:, :1], new.next_tokens_BT], axis=1)
-        positions_BU = state.length_B[:, None] + jnp.arange(tokens_BU.shape[1])[None, :]
-        hidden_BUE, cache = self._model(params, backbone).decode(
-            self._known(tokens_BU), positions_BU, state.cache, state.length_B
+        hidden_BUE, cache = self._model(params, backbone).read(
+            self._known(tokens_BU), state.cache, state.length_B
         )
         up_to_root_B = jnp.where(new.n_B > 0, new.n_B + 1, 0)
         hidden_BE = take_last(hidden_BUE, up_to_root_B, state.hidden_BE)
@@ -118,14 +117,13 @@ class DraftModel(Untrained):
             hidden_BPE, cache = carry
             if depth:
                 P, (nodes_P, mask_PR) = tokens_BP.shape[1], rows_of[depth]
+                rows = jnp.asarray(tree.depth_M[nodes_P]), jnp.asarray(mask_PR)
                 if depth == 1:
                     tokens_BP = jnp.concatenate(
                         [request.root_B[:, None], tokens_BP], axis=1
                     )
-                positions_BP = state.length_B[:, None] + tree.depth_M[nodes_P][None, :]
-                tokens_BP = self._known(tokens_BP)
-                hidden_BPE, cache = model.decode(
-                    tokens_BP, positions_BP, cache, state.length_B, jnp.asarray(mask_PR)
+                hidden_BPE, cache = model.read_tree(
+                    self._known(tokens_BP), *rows, cache, state.length_B
                 )
                 hidden_BPE = hidden_BPE[:, -P:]
             logits_BPO = model.lm_head(hidden_BPE)

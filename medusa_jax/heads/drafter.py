@@ -184,18 +184,26 @@ class Backbone:
         """Teacher-forced hidden states [B, T, E]; see `Llama.forward`."""
         return self._apply("forward", tokens_BT, positions_BT, segment_ids_BT)
 
-    def decode(
+    def read(
         self,
         tokens_BT: jax.Array,
-        positions_BT: jax.Array,
         cache: KVCache,
         start_B: jax.Array,
-        self_mask_TR: jax.Array | None = None,
         count_B: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Hidden states of tokens after a cached prefix; see `Llama.decode`."""
-        args = tokens_BT, positions_BT, cache, start_B, self_mask_TR, count_B
-        return self._apply("decode", *args)
+        """Hidden states of the next tokens of a cached text; see `Llama.read`."""
+        return self._apply("read", tokens_BT, cache, start_B, count_B)
+
+    def read_tree(
+        self,
+        tokens_BT: jax.Array,
+        depth_T: jax.Array,
+        mask_TR: jax.Array,
+        cache: KVCache,
+        start_B: jax.Array,
+    ) -> tuple[jax.Array, KVCache]:
+        """Hidden states of tree nodes after a cached text; see `Llama.read_tree`."""
+        return self._apply("read_tree", tokens_BT, depth_T, mask_TR, cache, start_B)
 
     def _apply(self, method: str, *args: PyTree) -> PyTree:
         variables = {"params": self.params}

@@ -23,7 +23,7 @@ from medusa_jax.heads.state import CacheState
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of, zero_output
-from medusa_jax.model.masks import CausalMask, Mask, mask_after
+from medusa_jax.model.masks import CausalMask, Mask, PathMask, as_path, tree_mask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.stored import Kernel
@@ -245,9 +245,16 @@ class LayerState(CacheState):
         context = jnp.zeros((batch, max(n_layers, 1), config.d_model), dtype)
         return cls(jnp.zeros((batch,), jnp.int32), cache, context)
 
-    def mask(self, T: int, fused: bool, self_mask_TR: jax.Array | None = None) -> Mask:
-        """`mask_after` of T rows that follow the accepted positions."""
-        return mask_after(T, self.cache.slots, self.length_B, self_mask_TR, fused)
+    def text_mask(self, T: int, fused: bool) -> Mask:
+        """The mask of T tokens that continue the accepted text."""
+        path_TT = as_path(T)
+        return CausalMask() if path_TT is None else self.tree_mask(path_TT, fused)
+
+    def tree_mask(self, mask_TR: jax.Array, fused: bool) -> Mask:
+        """The mask of T nodes, which see the R rows after the accepted text by `mask_TR`."""
+        if fused:
+            return PathMask(mask_TR)
+        return tree_mask(self.cache.slots, self.length_B, mask_TR)
 
     def extended(
         self, layers: Sequence[Pair], contexts: list[jax.Array], n_B: jax.Array

@@ -17,7 +17,7 @@ from medusa_jax import cpu, native
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.cache import KVCache, Pair
-from medusa_jax.model.masks import PathMask
+from medusa_jax.model.masks import LayerMask
 from medusa_jax.model.stored import Storage, Stored
 from medusa_jax.sharding import Params
 
@@ -84,7 +84,7 @@ class LayerKernels(PanelKernels):
         params: Mapping[str, Any],
         x_BTD: jax.Array,
         rope: Pair,
-        mask: PathMask,
+        mask: LayerMask,
         cache: Pair,
         start_B: jax.Array,
         input_BTI: jax.Array | None = None,

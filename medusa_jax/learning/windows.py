@@ -72,8 +72,7 @@ def windows_of(model: Model, text: Text) -> Generator[bool, None, list[Window]]:
 def _read(
     backbone: Backbone, piece_1T: jax.Array, cache: KVCache, begin_1: jax.Array
 ) -> tuple[jax.Array, KVCache]:
-    place_1T = begin_1[:, None] + jnp.arange(piece_1T.shape[1])[None]
-    hidden_1TE, cache = backbone.decode(piece_1T, place_1T, cache, begin_1)
+    hidden_1TE, cache = backbone.read(piece_1T, cache, begin_1)
     return hidden_1TE[0].astype(jnp.bfloat16), cache
 
 

@@ -5,7 +5,7 @@ import jax
 from medusa_jax.model.cache import Pair
 from medusa_jax.model.draft_caches import DraftCache, LayerCache
 from medusa_jax.model.kernels import Kernels
-from medusa_jax.model.masks import CausalMask, Mask, PathMask
+from medusa_jax.model.masks import CausalMask, LayerMask, Mask
 
 
 @jax.named_scope("attention")
@@ -23,7 +23,7 @@ def attention_of(
     if cache is None:
         assert isinstance(mask, CausalMask)
         return kernels.attend_text(q_BTNH, *new, mask), new
-    assert start_B is not None and not isinstance(mask, PathMask)
+    assert start_B is not None and not isinstance(mask, LayerMask)
     if isinstance(mask, CausalMask):
         out_BTD = kernels.attend_prompt(q_BTNH, new, cache, start_B, mask.window)
         return out_BTD, kernels.write_after(cache, new, start_B, out_BTD)

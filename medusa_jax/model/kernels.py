@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.model.cache import KVCache, Pair, write_rows
 from medusa_jax.model.grouped import attend, flat, group_queries
-from medusa_jax.model.masks import CausalMask, PathMask
+from medusa_jax.model.masks import CausalMask, LayerMask
 from medusa_jax.model.product import at_least_f32, product
 from medusa_jax.model.rope import rotate
 from medusa_jax.model.stored import Kernel, Storage, Stored
@@ -133,7 +133,7 @@ class Kernels:
         params: Mapping[str, Any],
         x_BTD: jax.Array,
         rope: Pair,
-        mask: PathMask,
+        mask: LayerMask,
         cache: Pair,
         start_B: jax.Array,
         input_BTI: jax.Array | None = None,

@@ -15,7 +15,7 @@ from medusa_jax.model.adapter import with_adapter
 from medusa_jax.model.attention import attention_of
 from medusa_jax.model.draft_caches import LayerCache
 from medusa_jax.model.kernels import PLAIN, Kernels
-from medusa_jax.model.masks import Mask, PathMask, tree_mask
+from medusa_jax.model.masks import LayerMask, Mask, tree_mask
 from medusa_jax.model.quantise import quantised_product
 from medusa_jax.model.stored import Kernel, Stored
 from medusa_jax.sharding import Params
@@ -275,7 +275,7 @@ class Block(nn.Module):
     ) -> tuple[jax.Array, LayerCache]:
         """The layer with attention that reads `input_BTI`; None: norm(x)."""
         c = self.config
-        if isinstance(mask, PathMask):
+        if isinstance(mask, LayerMask):
             assert isinstance(cache, tuple) and start_B is not None
             layer = self.variables["params"]
             x_BTD, cache = self.kernels.layer(

@@ -1,8 +1,7 @@
 """The backbone: a Llama-like transformer as a pure function of its parameters.
 
-One module serves training (`forward`: causal, packed segments, no cache) and decoding
-(`decode`: T tokens per row after a cached prefix; they see each other by a static mask, the ancestor mask of
-a draft tree, or causally in a prompt).
+One module serves training (`forward`: causal, packed segments, no cache) and decoding, where T tokens per row
+follow a cached text: they continue it (`read`) or are nodes of a draft tree (`read_tree`).
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from medusa_jax.model.barrier import rematerialise
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Adapter, Block, Embed, Linear, RMSNorm
-from medusa_jax.model.masks import CausalMask, Mask, PathMask, mask_after
+from medusa_jax.model.masks import CausalMask, Mask, PathMask, TextMask, as_path, tree_mask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
@@ -113,65 +112,61 @@ class Llama(nn.Module):
         sliding = CausalMask(segment_ids_BT, self.config.sliding_window)
         return self._run(tokens_BT, positions_BT, (CausalMask(segment_ids_BT), sliding))[0]
 
-    def decode(
+    def read(
         self,
         tokens_BT: jax.Array,
-        positions_BT: jax.Array,
         cache: KVCache,
         start_B: jax.Array,
-        self_mask_TR: jax.Array | None = None,
         count_B: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """T tokens per row after a cached prefix.
+        """The next T tokens of each row's text; they see causally.
 
         Args:
-          tokens_BT, positions_BT: the new tokens; `positions = start + depth`.
           cache: keys and values; slots [0, start) of a row are its text, where slot = position.
-          start_B: length of the text; the next R slots are used.
-          self_mask_TR: [t, r] is True where new token t sees row r after the text (itself included).
-            The last T rows are the new tokens; earlier rows, if R > T, are nodes of the same tree from
-            previous calls. None: the tokens are a text and see causally.
-          count_B: tokens of such a text; the rest is padding, whose results mean nothing. None: all.
+          start_B: length of the text; the next T slots are used.
+          count_B: new tokens of each row; the rest is padding, whose results mean nothing. None: all.
 
         Returns: hidden states after the final norm [B, T, E], and the cache with the new rows.
         """
-        masks = self._masks(positions_BT, cache.slots, start_B, self_mask_TR, count_B)
-        if self_mask_TR is not None:
-            start_B = start_B + (self_mask_TR.shape[1] - tokens_BT.shape[1])
-        hidden_BTE, layers = self._run(tokens_BT, positions_BT, masks, cache, start_B)
-        return hidden_BTE, KVCache(layers=tuple(layers))
+        depth_T = jnp.arange(tokens_BT.shape[1])
+        path_TT = as_path(len(depth_T))
+        mask: TextMask | CausalMask = CausalMask()
+        if self.kernels.fuses(self.config.head_dim):
+            mask = TextMask(count_B)
+        elif path_TT is not None:
+            return self.read_tree(tokens_BT, depth_T, path_TT, cache, start_B)
+        positions_BT = start_B[:, None] + depth_T[None, :]
+        masks = mask, mask.replace(window=self.config.sliding_window)
+        return self._run(tokens_BT, positions_BT, masks, cache, start_B)
 
-    def _masks(
+    def read_tree(
         self,
-        positions_BT: jax.Array,
-        slots: int,
+        tokens_BT: jax.Array,
+        depth_T: jax.Array,
+        mask_TR: jax.Array,
+        cache: KVCache,
         start_B: jax.Array,
-        self_mask_TR: jax.Array | None,
-        count_B: jax.Array | None,
-    ) -> tuple[Mask, Mask]:
-        """The masks of new tokens in layers without and with the sliding window."""
-        window = self.config.sliding_window
-        T = positions_BT.shape[1]
-        fused = self.kernels.fuses(self.config.head_dim)
-        if fused and self_mask_TR is None:
-            text = PathMask(jnp.ones((T, 0), bool), count_B)
-            return text, text.replace(window=window)
-        mask = mask_after(T, slots, start_B, self_mask_TR, fused)
-        if isinstance(mask, CausalMask | PathMask):
-            return mask, mask.replace(window=window)
-        if not window:
-            return mask, mask
-        R, slot_S = T if self_mask_TR is None else self_mask_TR.shape[1], jnp.arange(slots)
-        offset_BS = slot_S[None, :] - start_B[:, None]
-        inside_BS = (offset_BS >= 0) & (offset_BS < R)
-        # The position of a tree node is the prefix length plus its depth, not its slot. Nodes of previous
-        # calls, a few positions back, count as inside the window.
-        node_BS = jnp.take_along_axis(
-            positions_BT, jnp.clip(offset_BS - (R - T), 0, T - 1), axis=1
-        )
-        position_BS = jnp.where(inside_BS, node_BS, slot_S[None, :])
-        oldest_BT = positions_BT - window
-        return mask, mask & (position_BS[:, None, :] > oldest_BT[:, :, None])
+    ) -> tuple[jax.Array, KVCache]:
+        """T nodes of a draft tree after each row's text.
+
+        Args:
+          depth_T: depth of each node; the root, with 0, is the first token after the text.
+          mask_TR: [t, r] is True where node t sees row r after the text (itself included). The last T rows are
+            the new nodes; earlier ones, if R > T, are nodes of the same tree from previous calls.
+          cache, start_B: as in `read`; the last T of the next R slots are used.
+
+        Returns: as `read`.
+        """
+        (T, R), window = mask_TR.shape, self.config.sliding_window
+        positions_BT = start_B[:, None] + depth_T[None, :]
+        masks: tuple[Mask, Mask]
+        if self.kernels.fuses(self.config.head_dim):
+            masks = PathMask(mask_TR), PathMask(mask_TR, window)
+        else:
+            after = cache.slots, start_B, mask_TR
+            mask_BTS = tree_mask(*after)
+            masks = mask_BTS, tree_mask(*after, depth_T, window) if window else mask_BTS
+        return self._run(tokens_BT, positions_BT, masks, cache, start_B + (R - T))
 
     def _run(
         self,
@@ -180,7 +175,7 @@ class Llama(nn.Module):
         masks: tuple[Mask, Mask],
         cache: KVCache | None = None,
         start_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    ) -> tuple[jax.Array, KVCache]:
         """Run all layers; `masks` are for layers without and with the sliding window."""
         c = self.config
         rotations = [c.rotation(i) for i in range(c.n_layers)]
@@ -206,11 +201,11 @@ class Llama(nn.Module):
             layers.append(written)
         x_BTD = split_rows(self.mesh, x_BTD)
         streams.append(x_BTD)
-        hidden_BTD = self.norm(x_BTD)
-        if not self.taps:
-            return hidden_BTD, layers
-        tapped = [streams[i] for i in self.taps]
-        return jnp.concatenate([hidden_BTD, *tapped], axis=-1), layers
+        hidden_BTE = self.norm(x_BTD)
+        if self.taps:
+            tapped = [streams[i] for i in self.taps]
+            hidden_BTE = jnp.concatenate([hidden_BTE, *tapped], axis=-1)
+        return hidden_BTE, KVCache(layers=tuple(layers))
 
     def _run_rematerialised(
         self, block: Block, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array], mask: Mask

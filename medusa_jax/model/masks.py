@@ -44,48 +44,61 @@ class PathMask(struct.PyTreeNode):
 
     Attributes:
       mask_TR: [t, r] is True where row r after the text is on the path to new token t, itself included. The
-        new tokens are the last T of the rows. Without rows (R = 0), the new tokens are a text.
-      count_B: tokens of such a text; the rest is padding, whose results mean nothing. None: all.
+        new tokens are the last T of the rows.
       window: of these positions, only the last `window`; 0: all.
     """
 
     mask_TR: jax.Array
+    window: int = struct.field(pytree_node=False, default=0)
+
+
+class TextMask(struct.PyTreeNode):
+    """Visibility in `Kernels.layer` of new tokens that continue the text: all before and the token itself.
+
+    Attributes:
+      count_B: new tokens of each row; the rest is padding, whose results mean nothing. None: all.
+      window: as in `PathMask`.
+    """
+
     count_B: jax.Array | None = None
     window: int = struct.field(pytree_node=False, default=0)
 
 
-# A mask [B, T, S] over cache slots, the cached text and a path of new tokens, or the earlier text.
-Mask = jax.Array | PathMask | CausalMask
+LayerMask = PathMask | TextMask
+# A mask [B, T, S] over cache slots, one of a whole layer, or the earlier text.
+Mask = jax.Array | LayerMask | CausalMask
 
 
-def mask_after(
-    T: int, slots: int, start_B: jax.Array, self_mask_TR: jax.Array | None, fused: bool
-) -> Mask:
-    """The mask of T tokens after a cached text, which see each other by `self_mask` (None: causally).
-
-    Args:
-      slots: slots of the cache.
-      start_B: where the text ends.
-      fused: a whole layer is one call (`Kernels.fuses`).
-    """
-    if self_mask_TR is None and T > MAX_MASKED:
-        return CausalMask()
-    if self_mask_TR is None:
-        self_mask_TR = jnp.asarray(np.tri(T, dtype=bool))
-    return PathMask(self_mask_TR) if fused else tree_mask(slots, start_B, self_mask_TR)
+def as_path(T: int) -> jax.Array | None:
+    """A text of T tokens as a path of a tree [T, T], if it is short enough to be masked like one; else None."""
+    return jnp.asarray(np.tri(T, dtype=bool)) if T <= MAX_MASKED else None
 
 
-def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Array:
+def tree_mask(
+    slots: int,
+    start_B: jax.Array,
+    mask_TR: jax.Array,
+    depth_T: jax.Array | None = None,
+    window: int = 0,
+) -> jax.Array:
     """The cache slots that new tokens see [B, T, S]: the text, and the slots of the R rows after it in the mask.
 
     Args:
       start_B: where the text ends.
-      self_mask_TR: [t, r] is True where token t sees row r after the text.
+      mask_TR: [t, r] is True where token t sees row r after the text.
+      depth_T, window: if given, only the last `window` positions; a token's is `start` + depth, not its slot.
     """
-    R = self_mask_TR.shape[1]
+    R = mask_TR.shape[1]
     offset_BS = jnp.arange(slots)[None, :] - start_B[:, None]
-    # Column of each slot in `self_mask_TR`; other slots are clipped and masked.
+    text_BTS = (offset_BS < 0)[:, None, :]
+    if depth_T is not None:
+        before_T = depth_T - window
+        text_BTS &= offset_BS[:, None, :] > before_T[None, :, None]
+        # Nodes of previous calls, a few positions back, count as the first of these.
+        depth_R = jnp.pad(depth_T, (R - len(depth_T), 0), mode="edge")
+        mask_TR = mask_TR & (depth_R[None, :] > before_T[:, None])
+    # Column of each slot in `mask_TR`; other slots are clipped and masked.
     inside_BS = (offset_BS >= 0) & (offset_BS < R)
-    tree_BTS = jnp.take(self_mask_TR, jnp.clip(offset_BS, 0, R - 1), axis=1)
+    tree_BTS = jnp.take(mask_TR, jnp.clip(offset_BS, 0, R - 1), axis=1)
     tree_BTS = jnp.moveaxis(tree_BTS, 0, 1) & inside_BS[:, None, :]
-    return (offset_BS < 0)[:, None, :] | tree_BTS
+    return text_BTS | tree_BTS

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model
@@ -72,8 +71,7 @@ def read_scored(
     backbone: Backbone, n: int, state: Any, tokens_BT: Any, next_BT: Any, begin_B: Any
 ) -> tuple[Any, Logprobs]:
     """Read tokens from position `begin` on; return log-probabilities of the token after each."""
-    position_BT = begin_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
-    hidden_BTE, cache = backbone.decode(tokens_BT, position_BT, state["cache"], begin_B)
+    hidden_BTE, cache = backbone.read(tokens_BT, state["cache"], begin_B)
     logprobs = logprobs_of(backbone.lm_head(hidden_BTE), next_BT, n)
     mesh = backbone.llama.mesh
     return pin_state(mesh, {"cache": cache}), on_all(mesh, logprobs)

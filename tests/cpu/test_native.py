@@ -101,9 +101,8 @@ def test_the_padding_of_a_prompt_is_not_computed(n, model):
 
     @jax.jit
     def run(tokens_1T, count_1=None):
-        position_1T = jnp.arange(tokens_1T.shape[1])[None]
-        args = (tokens_1T, position_1T, before, jnp.zeros(1, int), None, count_1)
-        return llama.apply({"params": params}, *args, method="decode")
+        args = (tokens_1T, before, jnp.zeros(1, int), count_1)
+        return llama.apply({"params": params}, *args, method="read")
 
     hidden, cache = run(tokens, jnp.array([n]))
     alone, cache_alone = run(tokens[:, :n])
@@ -130,15 +129,14 @@ def test_a_fused_layer_call(weights, options):
     keys, values = jnp.asarray(rng.standard_normal((2, *shape)), jnp.float32)
     cache = KVCache(((keys, values),))
     tokens_BT = rng.integers(0, config.vocab_size, (2, tree.n_nodes))
-    positions_BT = start_B[:, None] + tree.depth_M[None]
+    nodes = tokens_BT, jnp.asarray(tree.depth_M), jnp.asarray(tree.mask_MM)
 
     def run(kernels, params):
         storage = Storage(kernels.panel, weights)
         llama = decoder(config, jnp.float32, make_mesh(), storage, kernels)
         params = prepare(params, config, jnp.float32, llama.shards)
         params = store(params, storage, kernels)
-        args = (tokens_BT, positions_BT, cache, start_B, jnp.asarray(tree.mask_MM))
-        return llama.apply({"params": params}, *args, method="decode")
+        return llama.apply({"params": params}, *nodes, cache, start_B, method="read_tree")
 
     params = random_params(config, 1)
     native, plain = (
@@ -186,10 +184,9 @@ def test_layers_of_every_shape(shape):
 
     @partial(jax.jit, static_argnums=0)
     def run(llama, params, tokens_BT):
-        positions_BT = jnp.broadcast_to(jnp.arange(9)[None], tokens_BT.shape)
         cache = KVCache.zeros(2, 2, 64, 2, 32, jnp.float32)
-        args = (tokens_BT, positions_BT, cache, jnp.zeros(2, int))
-        hidden, _ = llama.apply({"params": params}, *args, method="decode")
+        args = (tokens_BT, cache, jnp.zeros(2, int))
+        hidden, _ = llama.apply({"params": params}, *args, method="read")
         return llama.apply({"params": params}, hidden, method="lm_head")
 
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 70, (2, 9)))
@@ -211,10 +208,9 @@ def test_every_number_is_that_of_one_token_at_a_time(model):
     @partial(jax.jit, static_argnums=3)
     def run(tokens_BT, start_B, cache, is_prompt=False):
         T = tokens_BT.shape[1]
-        positions_BT = start_B[:, None] + jnp.arange(T)[None]
-        mask_TT = None if is_prompt else jnp.tri(T, dtype=bool)
-        args = (tokens_BT, positions_BT, cache, start_B, mask_TT)
-        hidden, cache = llama.apply({"params": params}, *args, method="decode")
+        path = () if is_prompt else (jnp.arange(T), jnp.tri(T, dtype=bool))
+        args, method = (*path, cache, start_B), "read" if is_prompt else "read_tree"
+        hidden, cache = llama.apply({"params": params}, tokens_BT, *args, method=method)
         return hidden, llama.apply({"params": params}, hidden, method="lm_head"), cache
 
     B, T = 3, 48

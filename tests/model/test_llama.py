@@ -38,9 +38,9 @@ SLOTS, CHUNK, NODES = 40, 4, 8
 
 
 @partial(jax.jit, static_argnums=0)
-def cached(llama, backbone, tokens, positions, cache, start, mask):
+def cached(llama, backbone, tokens, depth, cache, start, mask):
     def run(module):
-        hidden, after = module.decode(tokens, positions, cache, start, mask)
+        hidden, after = module.read_tree(tokens, depth, mask, cache, start)
         return module.lm_head(hidden), after
 
     return llama.apply({"params": backbone}, method=run)
@@ -68,9 +68,8 @@ def read_in_chunks(llama, backbone, config, texts):
             n = min(int(rng.integers(0, CHUNK + 1)), len(text) - done[row])
             tokens[row, :n] = text[done[row] : done[row] + n]
             useful.append(n)
-        positions = done[:, None] + np.arange(CHUNK)[None]
-        mask = np.tril(np.ones((CHUNK, CHUNK), bool))
-        out, cache = cached(llama, backbone, tokens, positions, cache, done, mask)
+        depth, mask = np.arange(CHUNK), np.tril(np.ones((CHUNK, CHUNK), bool))
+        out, cache = cached(llama, backbone, tokens, depth, cache, done, mask)
         for row, n in enumerate(useful):
             logits[row] += list(np.asarray(out)[row, :n])
         done = done + np.array(useful, np.int32)
@@ -92,8 +91,8 @@ def test_cached_passes_over_any_tree_equal_the_full_pass(family):
         texts = [rng.integers(0, config.vocab_size, n).tolist() for n in sizes]
         cache, start, prefix_logits = read_in_chunks(llama, backbone, config, texts)
         nodes = rng.integers(0, config.vocab_size, (2, NODES)).astype(np.int32)
-        positions = start[:, None] + tree.depth_M[None]
-        out, _ = cached(llama, backbone, nodes, positions, cache, start, tree.mask_MM)
+        depth, mask = tree.depth_M, tree.mask_MM
+        out, _ = cached(llama, backbone, nodes, depth, cache, start, mask)
         for row, text in enumerate(texts):
             expected = forward_logits(config, params, text)
             assert_close(prefix_logits[row], expected)
@@ -124,7 +123,7 @@ def test_fusing_changes_nothing_for_any_number_of_shards(family):
             np.zeros(1, np.int32),
             np.tri(6, dtype=bool),
         )
-        out, _ = cached(llama, fused, tokens, np.arange(6)[None], cache, start, mask)
+        out, _ = cached(llama, fused, tokens, np.arange(6), cache, start, mask)
         results.append(np.asarray(out)[0])
     assert_close(results[1], results[0])
     assert_close(results[2], results[0])
@@ -192,10 +191,10 @@ def test_a_prompt_and_a_tree_give_the_streams_of_their_paths():
     def run(params):
         five = jnp.array([5])
         cache = KVCache.zeros(*sizes, jnp.float64)
-        given = (text[None], jnp.arange(5)[None], cache, jnp.array([0]))
-        prompt, cache = llama.apply({"params": params}, *given, method="decode")
-        given = (nodes[None], 5 + tree.depth_M[None], cache, five, tree.mask_MM)
-        return prompt, llama.apply({"params": params}, *given, method="decode")[0]
+        given = (text[None], cache, jnp.array([0]))
+        prompt, cache = llama.apply({"params": params}, *given, method="read")
+        given = (nodes[None], tree.depth_M, tree.mask_MM, cache, five)
+        return prompt, llama.apply({"params": params}, *given, method="read_tree")[0]
 
     prompt, of_nodes = run(params)
     for node in range(4):
