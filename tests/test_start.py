@@ -52,7 +52,7 @@ def test_a_program_traces_its_layers_once(traced):
     jax.eval_shape(jax.grad(lambda p: forward(p, again)), params)
     assert 1 <= len(traced) <= 2
     del traced[:]
-    cache = KVCache.zeros(N_LAYERS, 1, 64, config.n_kv_heads, config.head_dim, jnp.float32)
+    cache = KVCache.zeros(config, 1, 64, jnp.float32)
     start_B = jnp.zeros((1,), jnp.int32)
     jax.eval_shape(
         lambda p: model.apply(p, tokens_BT, cache, start_B, method="read"), params

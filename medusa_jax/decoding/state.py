@@ -174,15 +174,14 @@ def fresh_state(
     Args:
       tokens_BO: zeros, the room for new tokens.
     """
-    config, dtype, B = engine.llama.config, engine.llama.dtype, tokens_BO.shape[0]
+    dtype, B = engine.llama.dtype, tokens_BO.shape[0]
     zero_B = jnp.zeros((B,), jnp.int32)
-    sizes = (config.n_layers, B, slots, config.n_kv_heads, config.head_dim)
     text_BS = None
     if engine.keeps_text:
         text_BS = jnp.zeros((B, text_slots(engine, slots)), jnp.int32)
     return DecodeState(
         **options._asdict(),
-        cache=KVCache.zeros(*sizes, dtype),
+        cache=KVCache.zeros(engine.llama.config, B, slots, dtype),
         drafter=engine.drafter.start(B, slots, dtype),
         tokens_BO=tokens_BO,
         depth_BO=tokens_BO.astype(jnp.int8),

@@ -133,7 +133,6 @@ def logits_after(backbone: Backbone, tokens_1S: jax.Array, length: jax.Array) ->
 
 def whole_text(backbone: Backbone, tokens_1S: jax.Array) -> tuple[jax.Array, KVCache]:
     """Hidden states [1, S, D] of a text, and the cache with it."""
-    c, S = backbone.llama.config, tokens_1S.shape[1]
-    dtype = backbone.llama.dtype
-    cache = KVCache.zeros(c.n_layers, 1, S, c.n_kv_heads, c.head_dim, dtype)
+    llama, S = backbone.llama, tokens_1S.shape[1]
+    cache = KVCache.zeros(llama.config, 1, S, llama.dtype)
     return backbone.read(tokens_1S, cache, jnp.zeros((1,), jnp.int32))

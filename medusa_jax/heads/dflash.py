@@ -348,9 +348,8 @@ class DFlash(TappedDrafter):
         return bias.astype(at_least_f32(dtype))
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> CacheState:
-        c = self.shape
-        sizes = (self.heads.n_layers, batch, slots, c.n_kv_heads, c.head_dim)
-        return CacheState(jnp.zeros((batch,), jnp.int32), KVCache.zeros(*sizes, dtype))
+        cache = KVCache.zeros(self.shape, batch, slots, dtype, self.heads.n_layers)
+        return CacheState(jnp.zeros((batch,), jnp.int32), cache)
 
     def commit(
         self, params: Params, backbone: Backbone, state: CacheState, new: Committed

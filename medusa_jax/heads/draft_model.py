@@ -80,11 +80,9 @@ class DraftModel(Untrained):
         return jnp.minimum(tokens, self.heads.arch.vocab_size - 1)
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> DraftState:
-        c = self.heads.arch
-        sizes = (c.n_layers, batch, slots + 1, c.n_kv_heads, c.head_dim)
-        hidden_BE = jnp.zeros((batch, c.d_model), dtype)
-        length_B = jnp.zeros((batch,), jnp.int32)
-        return DraftState(length_B, KVCache.zeros(*sizes, dtype), hidden_BE)
+        cache = KVCache.zeros(self.heads.arch, batch, slots + 1, dtype)
+        hidden_BE = jnp.zeros((batch, self.heads.arch.d_model), dtype)
+        return DraftState(jnp.zeros((batch,), jnp.int32), cache, hidden_BE)
 
     def commit(
         self, params: Params, backbone: Backbone, state: DraftState, new: Committed

@@ -239,9 +239,7 @@ class LayerState(CacheState):
         cls, config: LlamaConfig, n_layers: int, batch: int, slots: int, dtype: DTypeLike
     ) -> "LayerState":
         """The state before any text. Without layers there is one context: the backbone's hidden state."""
-        cache = KVCache.zeros(
-            n_layers, batch, slots, config.n_kv_heads, config.head_dim, dtype
-        )
+        cache = KVCache.zeros(config, batch, slots, dtype, n_layers)
         context = jnp.zeros((batch, max(n_layers, 1), config.d_model), dtype)
         return cls(jnp.zeros((batch,), jnp.int32), cache, context)
 

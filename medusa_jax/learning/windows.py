@@ -43,12 +43,11 @@ class Window(NamedTuple):
 
 def windows_of(model: Model, text: Text) -> Generator[bool, None, list[Window]]:
     """Read a text, yielding True after each piece; returns the windows of its answer."""
-    backbone, c = model.backbone.tapped(model.drafter.taps), model.config
+    backbone = model.backbone.tapped(model.drafter.taps)
     n, slots = len(text.ids), power_of_two(len(text.ids) + WIDTH, 512)
     tokens_S: np.ndarray = np.zeros(slots, np.int32)
     tokens_S[:n] = text.ids
-    sizes = (c.n_layers, 1, slots, c.n_kv_heads, c.head_dim)
-    cache = KVCache.zeros(*sizes, backbone.llama.dtype)
+    cache = KVCache.zeros(model.config, 1, slots, backbone.llama.dtype)
     pieces = []
     for begin in range(0, n, PIECE):
         piece_1T = tokens_S[None, begin : begin + PIECE]

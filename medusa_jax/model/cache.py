@@ -7,12 +7,14 @@ cache is copied whole by every layer's update.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
+
+from medusa_jax.arch import LlamaConfig
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -29,19 +31,19 @@ class KVCache(struct.PyTreeNode):
     @classmethod
     def zeros(
         cls,
-        n_layers: int,
+        config: LlamaConfig,
         batch: int,
         slots: int,
-        n_kv_heads: int,
-        head_dim: int,
-        dtype: Any,
+        dtype: DTypeLike,
+        n_layers: int | None = None,
     ) -> "KVCache":
-        """An empty cache with `slots` slots per row."""
-        shape = (batch, n_kv_heads, slots, head_dim)
+        """An empty cache with `slots` slots per row, for all layers of this shape or for some."""
+        shape = (batch, config.n_kv_heads, slots, config.head_dim)
 
         def pair() -> Pair:
             return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
+        n_layers = config.n_layers if n_layers is None else n_layers
         return cls(layers=tuple(pair() for _ in range(n_layers)))
 
     @property

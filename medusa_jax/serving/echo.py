@@ -45,9 +45,8 @@ def echo_of(
         return Delta(text, [], list(ids), [], [])
     piece = piece or model.llama.kernels.prompt_piece
     backbone, slots = model.backbone, power_of_two(len(ids), max(piece, slots))
-    config, n_top = model.config, min(MOST_BEST, model.config.vocab_size)  # one program
-    sizes = (config.n_layers, 1, slots, config.n_kv_heads, config.head_dim)
-    empty = {"cache": KVCache.zeros(*sizes, backbone.llama.dtype)}
+    n_top = min(MOST_BEST, model.config.vocab_size)  # one program
+    empty = {"cache": KVCache.zeros(model.config, 1, slots, backbone.llama.dtype)}
     state: Any = placed(backbone.llama.mesh, empty)
     text_S = np.zeros(slots + 1, np.int32)
     text_S[: len(ids)] = ids

@@ -97,7 +97,7 @@ def test_the_padding_of_a_prompt_is_not_computed(n, model):
     """The first n of 48 tokens have the same bits as alone; the others' states are zeros, and are not cached."""
     llama, params = model
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 70, (1, 48)))
-    before = KVCache.zeros(2, 1, 64, 2, 32, jnp.float32)
+    before = KVCache.zeros(CONFIG, 1, 64, jnp.float32)
 
     @jax.jit
     def run(tokens_1T, count_1=None):
@@ -184,7 +184,7 @@ def test_layers_of_every_shape(shape):
 
     @partial(jax.jit, static_argnums=0)
     def run(llama, params, tokens_BT):
-        cache = KVCache.zeros(2, 2, 64, 2, 32, jnp.float32)
+        cache = KVCache.zeros(config, 2, 64, jnp.float32)
         args = (tokens_BT, cache, jnp.zeros(2, int))
         hidden, _ = llama.apply({"params": params}, *args, method="read")
         return llama.apply({"params": params}, hidden, method="lm_head")
@@ -215,7 +215,7 @@ def test_every_number_is_that_of_one_token_at_a_time(model):
 
     B, T = 3, 48
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 70, (B, T)))
-    empty = KVCache.zeros(2, B, 64, 2, 32, jnp.float32)
+    empty = KVCache.zeros(CONFIG, B, 64, jnp.float32)
     single, one_by_one = empty, []
     for t in range(T):
         *out, single = run(tokens[:, t : t + 1], jnp.full((B,), t), single)

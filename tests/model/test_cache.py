@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import tiny_arch
 
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.kernels.one_cpu import LayerKernels
@@ -33,7 +34,7 @@ def commit(kernels):
 
 def counting(batch, slots):
     """Every entry of every array its own number."""
-    shapes = jax.eval_shape(lambda: KVCache.zeros(2, batch, slots, 2, 3, jnp.float32))
+    shapes = jax.eval_shape(lambda: KVCache.zeros(tiny_arch(), batch, slots, jnp.float32))
     leaves, structure = jax.tree.flatten(shapes)
     numbers = np.arange(len(leaves) * leaves[0].size, dtype=np.float32)
     return jax.tree.unflatten(structure, numbers.reshape(-1, *leaves[0].shape))

@@ -48,8 +48,8 @@ def cached(llama, backbone, tokens, depth, cache, start, mask):
 
 def empty_cache(config, batch):
     """Filled with junk: a slot that was not written must not be seen."""
-    sizes = config.n_layers, batch, SLOTS, config.n_kv_heads, config.head_dim
-    return jax.tree.map(lambda x: x + 50.0, KVCache.zeros(*sizes, jnp.float64))
+    zeros = KVCache.zeros(config, batch, SLOTS, jnp.float64)
+    return jax.tree.map(lambda x: x + 50.0, zeros)
 
 
 def read_in_chunks(llama, backbone, config, texts):
@@ -185,12 +185,11 @@ def test_a_prompt_and_a_tree_give_the_streams_of_their_paths():
     llama = llama.clone(taps=TAPS)
     config = llama.config
     text, nodes = np.array([3, 1, 4, 1, 5]), np.array([9, 2, 6, 5])
-    sizes = (config.n_layers, 1, 16, config.n_kv_heads, config.head_dim)
 
     @jax.jit
     def run(params):
         five = jnp.array([5])
-        cache = KVCache.zeros(*sizes, jnp.float64)
+        cache = KVCache.zeros(config, 1, 16, jnp.float64)
         given = (text[None], cache, jnp.array([0]))
         prompt, cache = llama.apply({"params": params}, *given, method="read")
         given = (nodes[None], tree.depth_M, tree.mask_MM, cache, five)
