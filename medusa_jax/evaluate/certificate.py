@@ -89,7 +89,7 @@ def _replay(
     logits = [drafter.head_logits(params, backbone, k, x) for k, x in enumerate(features)]
     fused_PD = states_PE
     if isinstance(drafter, TappedDrafter):
-        fused_PD = drafter.fused(params, backbone, hidden_BTE)[0, :P]
+        fused_PD = drafter.first_input(params, backbone, hidden_BTE)[0, :P]
     return fused_PD, jnp.stack(logits), backbone.ids_of(jnp.arange(backbone.outputs))
 
 

@@ -180,7 +180,9 @@ class DFlash(TappedDrafter):
         out_KD = jnp.repeat(value_GHD, R, axis=0).reshape(-1, D)
         return {"v_proj": {"kernel": value_DJ}, "o_proj": {"kernel": out_KD}}
 
-    def fused(self, params: Params, backbone: Backbone, hidden_BTE: jax.Array) -> jax.Array:
+    def first_input(
+        self, params: Params, backbone: Backbone, hidden_BTE: jax.Array
+    ) -> jax.Array:
         """c [B, T, D]."""
         c, mine, dtype = self.shape, params["heads_0"], backbone.llama.dtype
         kernels, streams = backbone.kernels, hidden_BTE[..., self.llama.d_model :]
@@ -198,7 +200,7 @@ class DFlash(TappedDrafter):
         """The keys and values of c in every layer."""
         c, mine = self.shape, params["heads_0"]
         dtype, kernels = backbone.llama.dtype, backbone.kernels
-        c_BTD = self.fused(params, backbone, hidden_BTE)
+        c_BTD = self.first_input(params, backbone, hidden_BTE)
         rope = rope_tables(c, positions_BT, dtype)
         attention = Attention(c, dtype, 0, kernels)
         layers = (mine[f"layers_{j}"]["self_attn"] for j in range(self.heads.n_layers))
@@ -252,7 +254,7 @@ class DFlash(TappedDrafter):
         Args:
           position_BT: positions of the roots.
           caches: by layer, a `BlockCache`; or, for one root a row, keys and values of c with free slots from
-            `start_B` on, if the kernels fuse layers.
+            `start_B` on, if the kernels run layers.
         """
         B, T = root_BT.shape
         slots_K = jnp.arange(self.n_slots, dtype=position_BT.dtype)
@@ -367,16 +369,17 @@ class DFlash(TappedDrafter):
         """One pass over the block; the LM head reads only the slots of the tree's depths."""
         length_B, texts = state.length_B, state.cache.layers
         plain = not self.heads.sliding_layers and self.heads.causal != "all"
-        fused = plain and backbone.fuses(self.shape)
+        one_call = plain and backbone.runs_layers(self.shape)
         caches: Sequence[LayerCache]
-        if fused:
+        if one_call:
             padding = (0, 0), (0, 0), (0, self.n_slots), (0, 0)
             caches = [(jnp.pad(k, padding), jnp.pad(v, padding)) for k, v in texts]
         else:
             visible_B1S = (jnp.arange(state.cache.slots)[None] < length_B[:, None])[:, None]
             caches = self.caches(texts, length_B[:, None], visible_B1S)
         root = request.root_B[:, None], length_B[:, None]
-        x_B1KD = self.guesses(params, backbone, *root, caches, length_B if fused else None)
+        start_B = length_B if one_call else None
+        x_B1KD = self.guesses(params, backbone, *root, caches, start_B)
         depth, dtype = request.tree.depth, backbone.llama.dtype
         mine, x_BKD = params["heads_0"], x_B1KD[:, 0, :depth]
         logits_BKO = lm_head_logits(self.heads, mine, backbone, x_BKD)

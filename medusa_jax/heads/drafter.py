@@ -152,9 +152,9 @@ class Backbone:
         """The operations that differ by platform."""
         return self.llama.kernels
 
-    def fuses(self, shape: LlamaConfig) -> bool:
+    def runs_layers(self, shape: LlamaConfig) -> bool:
         """Whether a layer of this shape over few tokens is one call."""
-        return self.kernels.fuses(shape.head_dim)
+        return self.kernels.runs_layers(shape.head_dim)
 
     @property
     def only_lm_head(self) -> "Backbone":

@@ -101,7 +101,7 @@ class Layers(Stack):
         self.layers = [first, *(block() for _ in range(1, h.n_layers))]
         self.norm = norm()
 
-    def fuse(self, streams: jax.Array) -> jax.Array:
+    def first_input(self, streams: jax.Array) -> jax.Array:
         """Tapped streams [..., A D] -> g [..., D]."""
         parts = jnp.split(streams.astype(self.dtype), self.n_taps, axis=-1)
         if self.heads.fc_norm:
@@ -124,7 +124,7 @@ class Layers(Stack):
         self, streams: jax.Array, next_BTD: jax.Array, positions_BT: jax.Array
     ) -> jax.Array:
         """Run every part once, to initialise all parameters."""
-        x_BTD, _ = self(self.fuse(streams), next_BTD, positions_BT, CausalMask())
+        x_BTD, _ = self(self.first_input(streams), next_BTD, positions_BT, CausalMask())
         return self.normed(x_BTD)
 
 
@@ -145,11 +145,11 @@ class Eagle3(TappedDrafter, LevelDrafter):
     def layers(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> Layers:
         return Layers(self.shape, dtype, kernels, self.heads, len(self.taps))
 
-    def fused(self, params: Params, backbone: Backbone, hidden_BTE: jax.Array) -> jax.Array:
+    def first_input(
+        self, params: Params, backbone: Backbone, hidden_BTE: jax.Array
+    ) -> jax.Array:
         streams = hidden_BTE[..., self.llama.d_model :]
-        return self.run(params, backbone, streams, method="fuse")
-
-    first_input = fused
+        return self.run(params, backbone, streams, method="first_input")
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """At the start the layers output the last tap's stream; norm and LM head are the backbone's."""

@@ -243,14 +243,14 @@ class LayerState(CacheState):
         context = jnp.zeros((batch, max(n_layers, 1), config.d_model), dtype)
         return cls(jnp.zeros((batch,), jnp.int32), cache, context)
 
-    def text_mask(self, T: int, fused: bool) -> Mask:
-        """The mask of T tokens that continue the accepted text."""
+    def text_mask(self, T: int, one_call: bool) -> Mask:
+        """The mask of T tokens that continue the accepted text, in layers of one call each or not."""
         path_TT = as_path(T)
-        return CausalMask() if path_TT is None else self.tree_mask(path_TT, fused)
+        return CausalMask() if path_TT is None else self.tree_mask(path_TT, one_call)
 
-    def tree_mask(self, mask_TR: jax.Array, fused: bool) -> Mask:
+    def tree_mask(self, mask_TR: jax.Array, one_call: bool) -> Mask:
         """The mask of T nodes, which see the R rows after the accepted text by `mask_TR`."""
-        if fused:
+        if one_call:
             return PathMask(mask_TR)
         return tree_mask(self.cache.slots, self.length_B, mask_TR)
 

@@ -73,6 +73,8 @@ class TappedDrafter(Drafter):
         """The layers of the paper."""
         raise NotImplementedError
 
-    def fused(self, params: Params, backbone: Backbone, hidden_BTE: jax.Array) -> jax.Array:
+    def first_input(
+        self, params: Params, backbone: Backbone, hidden_BTE: jax.Array
+    ) -> jax.Array:
         """What the layers read of the tapped streams [B, T, D]."""
         raise NotImplementedError

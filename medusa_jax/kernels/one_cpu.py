@@ -75,7 +75,7 @@ class LayerKernels(PanelKernels):
     least_slots: ClassVar[int] = 512
     bitwise: ClassVar[bool] = True
 
-    def fuses(self, head_dim: int) -> bool:
+    def runs_layers(self, head_dim: int) -> bool:
         return native.attends(head_dim)
 
     def layer(

@@ -4,7 +4,7 @@
 |---------------------------------|-----------------|--------------------------------------------------------|
 | packed texts, in training       | none            | `attend_text`                                          |
 | a piece of a prompt             | the text before | `attend_prompt`, then the write, or `layer`            |
-| one, a tree or a short path     | the text before | `attend_tree`; a whole `layer` if the kernels fuse it  |
+| one, a tree or a short path     | the text before | `attend_tree`; a whole `layer` if the kernels run it   |
 | levels or blocks of drafts      | a `DraftCache`  | its `attend`                                           |
 """
 
@@ -123,7 +123,7 @@ class Kernels:
 
     # A whole layer.
 
-    def fuses(self, head_dim: int) -> bool:
+    def runs_layers(self, head_dim: int) -> bool:
         """Whether `layer` runs layers over few tokens, with heads of this size."""
         return False
 

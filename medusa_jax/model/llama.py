@@ -131,7 +131,7 @@ class Llama(nn.Module):
         depth_T = jnp.arange(tokens_BT.shape[1])
         path_TT = as_path(len(depth_T))
         mask: TextMask | CausalMask = CausalMask()
-        if self.kernels.fuses(self.config.head_dim):
+        if self.kernels.runs_layers(self.config.head_dim):
             mask = TextMask(count_B)
         elif path_TT is not None:
             return self.read_tree(tokens_BT, depth_T, path_TT, cache, start_B)
@@ -160,7 +160,7 @@ class Llama(nn.Module):
         (T, R), window = mask_TR.shape, self.config.sliding_window
         positions_BT = start_B[:, None] + depth_T[None, :]
         masks: tuple[Mask, Mask]
-        if self.kernels.fuses(self.config.head_dim):
+        if self.kernels.runs_layers(self.config.head_dim):
             masks = PathMask(mask_TR), PathMask(mask_TR, window)
         else:
             after = cache.slots, start_B, mask_TR

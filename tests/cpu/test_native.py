@@ -120,7 +120,7 @@ def test_the_padding_of_a_prompt_is_not_computed(n, model):
         ("int8", {"sliding_window": 7, "n_kv_heads": 4}),
     ],
 )
-def test_a_fused_layer_call(weights, options):
+def test_a_layer_in_one_call(weights, options):
     """Against the layer's own modules, by XLA: a tree after texts of two lengths."""
     config = dataclasses.replace(CONFIG, n_layers=1, **{"qk_norm": False, **options})
     tree, start_B = Tree.cartesian([2, 2]), jnp.array([29, 3])
