@@ -32,7 +32,6 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import HeadsConfig
 from medusa_jax.bounds import AtLeast, OneOf
 from medusa_jax.errors import UserError, between
 from medusa_jax.heads.drafter import (
@@ -47,7 +46,7 @@ from medusa_jax.heads.drafter import (
 from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
 from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start
 from medusa_jax.heads.state import CacheState
-from medusa_jax.heads.tapped import TappedDrafter, numbers, numbers_to
+from medusa_jax.heads.tapped import TappedConfig, TappedDrafter, numbers, numbers_to
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.draft_caches import BlockCache, LayerCache
 from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm, zero_output
@@ -64,8 +63,8 @@ OUTWEIGH = 8.0
 
 
 @dataclass(unsafe_hash=True)
-class DFlashConfig(HeadsConfig):
-    """`n_heads` guesses per block, `n_layers` layers; fields from `tap_layers` on as in `TappedDrafter`."""
+class DFlashConfig(TappedConfig):
+    """`n_heads` guesses per block, `n_layers` layers."""
 
     drafter: str = "dflash"
     n_heads: int = 15
@@ -75,13 +74,6 @@ class DFlashConfig(HeadsConfig):
     mask_token: Annotated[int, AtLeast(-1)] = -1
     # Number of layers that are read, if `tap_layers` does not name them.
     n_taps: int = 5
-    tap_layers: str = ""
-    attention_heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    d_ff: int = 0
-    rope_theta: float = 0.0
-    rms_eps: float = 0.0
     # Layers that see `window` positions of the text, such as "0,1,2"; empty: none. SpecForge counts them back
     # from each slot, itself included, speculators from the root, itself excluded (`window_at_root`).
     sliding_layers: str = ""

@@ -30,10 +30,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import HeadsConfig
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.levels import LevelDrafter, Stack
-from medusa_jax.heads.tapped import TappedDrafter
+from medusa_jax.heads.tapped import TappedConfig, TappedDrafter
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, Linear, RMSNorm
 from medusa_jax.model.masks import CausalMask
@@ -41,27 +40,16 @@ from medusa_jax.sharding import PyTree
 
 
 @dataclass(unsafe_hash=True)
-class Eagle3Config(HeadsConfig):
+class Eagle3Config(TappedConfig):
     """`n_heads` limits the depth of trees; all depths share `n_layers` decoder layers."""
 
     drafter: str = "eagle3"
     n_heads: int = 7
-    # Layers whose input is read, such as "2,16,29"; empty: 2, L / 2 and L - 3 of L.
-    tap_layers: str = ""
     # EAGLE-3.1: norms of the streams before FC; the next level reads the normed output.
     fc_norm: bool = False
     norm_output: bool = False
     # The residual around the attention is norm(a), not a.
     norm_before_residual: bool = False
-    # Sizes of the layers, which published files may set; 0: the backbone's.
-    attention_heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    d_ff: int = 0
-    # Base of the rotation, without scaling; 0: the backbone's rotation.
-    rope_theta: float = 0.0
-    # Epsilon of the norms; 0: the backbone's.
-    rms_eps: float = 0.0
 
 
 class WideBlock(Block):

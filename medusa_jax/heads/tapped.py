@@ -1,11 +1,12 @@
 """Drafters that read the backbone's inner streams, with decoder layers of their own sizes."""
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from medusa_jax.arch import LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.sharding import Params
@@ -25,19 +26,30 @@ def numbers_to(name: str, text: str, most: int) -> None:
         )
 
 
-class TappedDrafter(Drafter):
-    """Base class; the drafter's `Config` has these fields.
+@dataclass(unsafe_hash=True)
+class TappedConfig(HeadsConfig):
+    """Which layers are read, and the sizes of the drafter's layers."""
 
-    tap_layers: layers whose input is read, such as "2,16,29"; empty: `paper_taps`.
-    attention_heads, kv_heads, head_dim, d_ff: sizes of the layers; 0: the backbone's.
-    rope_theta: base of the rotation, without scaling; 0: the backbone's rotation.
-    rms_eps: epsilon of the norms; 0: the backbone's.
-    """
+    # Layers whose input is read, such as "2,16,29"; empty: `paper_taps`.
+    tap_layers: str = ""
+    # Sizes of the layers, which published files may set; 0: the backbone's.
+    attention_heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    d_ff: int = 0
+    # Base of the rotation, without scaling; 0: the backbone's rotation.
+    rope_theta: float = 0.0
+    # Epsilon of the norms; 0: the backbone's.
+    rms_eps: float = 0.0
+
+
+class TappedDrafter(Drafter):
+    """Base class of these drafters."""
 
     # The layers norm their queries and keys, as Qwen3's do.
     qk_norm = False
 
-    heads: Any
+    heads: TappedConfig
 
     def check(self) -> None:
         numbers_to("heads.tap_layers", self.heads.tap_layers, self.llama.n_layers)
