@@ -321,10 +321,9 @@ class DFlash(TappedDrafter):
             logits += self.bias(params, backbone, features[..., D:])
         return logits
 
-    def head_params(self, params: Params, k: int) -> Params:
-        names = ("lm_head", "markov_w2", "confidence")
-        mine = params["heads_0"]
-        return {"heads_0": {key: mine[key] for key in mine if key in names}}
+    @property
+    def head_entries(self) -> tuple[str, ...]:
+        return "lm_head", "markov_w2", "confidence"
 
     @property
     def has_confidence(self) -> bool:

@@ -317,10 +317,16 @@ class Drafter:
         """
         raise NotImplementedError
 
+    @property
+    def head_entries(self) -> tuple[str, ...]:
+        """Names of the parameters of a head that `head_logits` reads."""
+        return ("lm_head",)
+
     def head_params(self, params: Params, k: int) -> Params:
-        """The entries of `params` that `head_logits` of head k reads: by default its LM head."""
+        """The part of `params` that `head_logits` of head k reads."""
         name = f"heads_{min(k, self.stored_counts[0] - 1)}"
-        return {name: {key: params[name][key] for key in params[name] if key == "lm_head"}}
+        entries = self.head_entries
+        return {name: {key: params[name][key] for key in params[name] if key in entries}}
 
     # Decoding.
 

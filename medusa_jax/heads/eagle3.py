@@ -154,10 +154,9 @@ class Eagle3(TappedDrafter, LevelDrafter):
         )
         return self.start_as_identity(params, backbone)
 
-    def head_params(self, params: Params, k: int) -> Params:
-        names = ("lm_head",) if self.heads.norm_output else ("lm_head", "norm")
-        mine = params["heads_0"]
-        return {"heads_0": {key: mine[key] for key in mine if key in names}}
+    @property
+    def head_entries(self) -> tuple[str, ...]:
+        return ("lm_head",) if self.heads.norm_output else ("lm_head", "norm")
 
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
