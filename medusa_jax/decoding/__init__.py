@@ -1,1 +1,1 @@
-"""Decoding: acceptance rules, the decode step and its two drivers."""
+"""Decoding: acceptance rules, the decode step, and what runs it: `generation`, `constrained`, the server's `Batch`."""

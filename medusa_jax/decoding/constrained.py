@@ -9,7 +9,7 @@ tree with the tokens that are forced, replaces forbidden drafts, and computes th
     device                                               | verify, accept, draft the next tree  |
 
 On a fast CPU each dispatch costs a millisecond, a fifth of a step of a small model. So where the device can call the
-host, `stream` runs a loop of steps there (`guided.py`). A server dispatches every step: its rows do not wait for each
+host, `stream` runs a loop of steps there (`host_step.py`). A server dispatches every step: its rows do not wait for each
 other.
 """
 
@@ -24,7 +24,7 @@ import numpy as np
 from medusa_jax.constraints.host_work import Guide, RowWork, Workers
 from medusa_jax.decoding import generation
 from medusa_jax.decoding.generation import RowCache, begin, end_rows, end_wanted, grow
-from medusa_jax.decoding.guided import HostInputs, constrained_step, next_inputs
+from medusa_jax.decoding.host_step import HostInputs, constrained_step, next_inputs
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
@@ -186,7 +186,7 @@ def calls_host(engine: Engine) -> bool:
 
 
 def answer(engine: Engine, guides: Mapping[int, Guide], *arrays: np.ndarray) -> None:
-    """Answer a call of `guided_step`: arguments and results of `host_part`, flat."""
+    """Answer a call of `host_step`: arguments and results of `host_part`, flat."""
     read, results = HostArrays(*arrays[:5]), arrays[5:]
     B, M = len(read.n_new_B), engine.tree.n_nodes
     read = read._replace(

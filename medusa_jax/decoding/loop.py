@@ -51,9 +51,9 @@ def decode_loop(
     def one(carry: Carry) -> Carry:
         step, state, deferred = carry
         if state.host_1 is not None:
-            from medusa_jax.decoding.guided import guided_step  # only for constraints
+            from medusa_jax.decoding.host_step import host_step  # only for constraints
 
-            state = guided_step(engine, variables, state)
+            state = host_step(engine, variables, state)
         elif deferred is None:
             state = step_of(engine)(engine, variables, state)
         else:

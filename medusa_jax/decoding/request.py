@@ -39,7 +39,7 @@ class DecodeRequest:
       epsilon, delta: thresholds of typical acceptance.
       penalties: biases and penalties.
       guides: the constraint of each row, not used before; None if no row has one.
-      host: answers the steps with guides, `guided.guided_step`.
+      host: answers the steps with guides, `host_step.host_step`.
       gate: of a gated engine, before the first step.
       costs: of its sizes; streams measure them.
       drafts: nodes of each tree that steps may take, and who fills it; not of served rows.

@@ -289,14 +289,16 @@ class Batch:
         variables = self._variables_by(engine.acceptance)
         if group.constrained:
             steps = 1 if (wanted_B == PAUSED).any() else few_steps
-            state, progress = self._guided(engine, variables, state, guides or {}, steps)
+            state, progress = self._constrained_steps(
+                engine, variables, state, guides, steps
+            )
         else:
             state, progress = decode_loop(engine, variables, state, chunk_steps, True)
         self._state, extras = rows.split_extras(state)
         self._extras.store(extras)
         return progress, engine.tree
 
-    def _guided(
+    def _constrained_steps(
         self, engine: Engine, variables: Any, state: DecodeState, guides: Any, steps: int
     ) -> tuple[DecodeState, Progress]:
         """Take steps of rows with constraints until a row ends or lacks room.

@@ -67,7 +67,7 @@ ASKED = [
 ]
 
 
-def guided(seed):
+def constrained(seed):
     """Rules for the first and the last row; some leave no token at all."""
     dead = bool(seed % 2)
     guides = [Rule(seed, dead), None, Rule(seed + 1, dead)]
@@ -114,12 +114,12 @@ MECHANISMS = {
     "window": Mechanism(WINDOW),
     "n-gram": Mechanism(FEW, {"no_repeat_ngram_size": 3}),
     "penalties": Mechanism(FEW, {}, lambda seed: {"penalties": ASKED}),
-    "constraint": Mechanism(RULED, {}, guided, tuple(STATIC), ENDS),
+    "constraint": Mechanism(RULED, {}, constrained, tuple(STATIC), ENDS),
     "copies": Mechanism(tiny_arch(vocab_size=7, n_layers=1), {}, static=tuple(COPYING)),
     "all": Mechanism(
         RULED,
         {"no_repeat_ngram_size": 3},
-        lambda seed: guided(seed) | {"penalties": ASKED},
+        lambda seed: constrained(seed) | {"penalties": ASKED},
         tuple(STATIC),
         ENDS,
     ),

@@ -1,6 +1,6 @@
 """The device's part in steps of rows with constraints (`constrained.py` has the host's).
 
-Where a program can call the host, `guided_step` runs in the loop on the device.
+Where a program can call the host, `host_step` runs in the loop on the device.
 """
 
 from typing import NamedTuple
@@ -107,7 +107,7 @@ def constrained_step(
     return pin_state(engine.llama.mesh, state)
 
 
-def guided_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
+def host_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
     """A step that calls the host for its part (`constrained.answer`). If that failed, rows are PAUSED."""
     drafts, guesses_BMK = draft_and_guess(engine, variables, state)
     B, M = drafts.nodes_BM.shape
