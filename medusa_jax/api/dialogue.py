@@ -59,13 +59,13 @@ class Dialogue:
         row = self.state if self._row_key == (engine, sizes) else None
         # Drafters pair a position with the token after it, so the last shared token is read again.
         at = self.reused = max(0, self._n_shared(row, prompt) - 1)
-        if row:  # `begin_row` sets these anew, and an idle row, for `resized`, has none
+        if row:  # `begin_row` sets these anew, and an idle row, for `with_slots`, has none
             sampling = row.sampling.replace(penalties=None, first_BW=None)
             row = row.replace(gate=None, host_1=None, sampling=sampling)
         if row is None or not at:
             row = rows.idle(reader, sizes, 1, slots)
         elif row.cache.slots < slots:
-            row = rows.resized(reader, sizes, 1, slots, row)
+            row = rows.with_slots(reader, sizes, slots, row)
         slots = row.cache.slots
         row = rows.begin_row(reader, row, prompts.options)
         while at < n:

@@ -40,7 +40,7 @@ def bar_repeats(
     text_BPS: jax.Array,
     last_BP: jax.Array,
     n: int,
-    columns_of: Callable[[jax.Array], jax.Array] | None = None,
+    columns_of: Callable[[jax.Array], jax.Array],
     barred_B: jax.Array | None = None,
 ) -> jax.Array:
     """Set the logits of tokens that would complete an earlier n-gram of each text to minus infinity.
@@ -49,7 +49,7 @@ def bar_repeats(
 
     Args:
       last_BP: index of the last token of each text.
-      columns_of: maps token ids to columns of the logits, by default the identity.
+      columns_of: maps token ids to columns of the logits.
       barred_B: the rows to change, by default all.
     """
     B, P, S = text_BPS.shape
@@ -62,8 +62,7 @@ def bar_repeats(
             text_BPS, jnp.maximum(last_BP - back + 1, 0)[..., None], axis=-1
         )
         match_BPS &= jnp.roll(text_BPS, back, axis=-1) == tail_BP1
-    column_BPS = text_BPS if columns_of is None else columns_of(text_BPS)
     # Out-of-range indices are dropped.
-    column_BPS = jnp.where(match_BPS, column_BPS, logits_BPO.shape[-1])
+    column_BPS = jnp.where(match_BPS, columns_of(text_BPS), logits_BPO.shape[-1])
     row_B11, place_1P1 = jnp.arange(B)[:, None, None], jnp.arange(P)[None, :, None]
     return logits_BPO.at[row_B11, place_1P1, column_BPS].set(-jnp.inf, mode="drop")

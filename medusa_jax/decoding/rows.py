@@ -69,21 +69,16 @@ def idle_rows(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeStat
 idle = program(static_argnums=(0, 1, 2, 3))(idle_rows)
 
 
-@program(static_argnums=(0, 1, 2, 3))
-def resized(
-    engine: Engine, sizes: Sizes, rows: int, slots: int, state: DecodeState
-) -> DecodeState:
-    """The state with another number of rows and slots; added rows are idle.
-
-    The text of an ended row is truncated to the slots.
-    """
+@program(static_argnums=(0, 1, 2))
+def with_slots(engine: Engine, sizes: Sizes, slots: int, row: DecodeState) -> DecodeState:
+    """The state of one row with another number of slots, to which an ended text is truncated."""
 
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
         first = (0,) * new.ndim
         shape = tuple(map(min, new.shape, old.shape))
         return lax.dynamic_update_slice(new, lax.slice(old, first, shape), first)
 
-    new = jax.tree.map(keep, idle_rows(engine, sizes, rows, slots), state)
+    new = jax.tree.map(keep, idle_rows(engine, sizes, 1, slots), row)
     new = new.replace(length_B=jnp.minimum(new.length_B, slots))
     return pin_state(engine.llama.mesh, new)
 

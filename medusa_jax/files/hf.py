@@ -150,12 +150,12 @@ def _refuse_wrapped(directory: str, tensors: Tensors) -> None:
         )
 
 
-def _are_equal(a: Tensor, b: Tensor, divisor: float = 1.0, rows: int = 1024) -> bool:
-    """Whether a matrix over a divisor is another one, read some rows at a time."""
+def _are_equal(a: Tensor, b: Tensor, divisor: float = 1.0) -> bool:
+    """Whether a matrix over a divisor is another one, read 1024 rows at a time."""
     if a.shape != b.shape or len(a.shape) != 2:
         return False
     V, D = a.shape
-    parts = [(slice(i, min(i + rows, V)), slice(0, D)) for i in range(0, V, rows)]
+    parts = [(slice(i, min(i + 1024, V)), slice(0, D)) for i in range(0, V, 1024)]
     for part in parts:
         x, y = a.read(part), b.read(part)
         if divisor != 1:

@@ -155,7 +155,7 @@ class Batch:
         while row.cache.slots != slots:
             old_slots = row.cache.slots
             size = 2 * old_slots if old_slots < slots else old_slots // 2
-            row = rows.resized(self._engine, self._sizes, 1, size, row)
+            row = rows.with_slots(self._engine, self._sizes, size, row)
         return rows.with_extras(row, extras)
 
     def begin(

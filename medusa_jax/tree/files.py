@@ -107,7 +107,7 @@ def tree_at(by_rows: Mapping[int, Tree], rows: int) -> Tree:
     return by_rows[min((n for n in by_rows if n >= rows), default=max(by_rows))]
 
 
-def parse_tree(spec: str, calibrated: Json | None = None, auto: Tree | None = None) -> Tree:
+def parse_tree(spec: str, calibrated: Json | None, auto: Tree) -> Tree:
     """Return the tree that a `--tree` value names.
 
     Args:
@@ -116,16 +116,16 @@ def parse_tree(spec: str, calibrated: Json | None = None, auto: Tree | None = No
         a JSON file. The suffix "+copy:4" replaces the tree's copied chain.
       calibrated: content of the tree file next to the heads, for "bundled" (its `choices`) and a
         number (the first nodes of its `growth`).
-      auto: the tree that "auto" means; None: the tree file's own choice.
+      auto: the tree that "auto" means.
     """
-    spec, and_copies, copies = spec.partition("+copy:")
-    if and_copies:
-        if spec.startswith("copy:") or "+copy:" in copies:
-            raise UserError(f"--tree {spec}{and_copies}{copies}: copy is given twice")
-        heads = parse_tree(spec, calibrated, auto).drafted
-        return Tree.from_choices([*heads.choices, *parse_tree(f"copy:{copies}").choices])
-    kind, _, argument = spec.partition(":")
+    heads, and_copies, copies = spec.partition("+copy:")
+    if and_copies and (heads.startswith("copy:") or "+copy:" in copies):
+        raise UserError(f"--tree {spec}: copy is given twice")
+    kind, _, argument = heads.partition(":")
     try:
+        if and_copies:
+            drafted = parse_tree(heads, calibrated, auto).drafted
+            return Tree.from_choices([*drafted.choices, *Tree.copies(int(copies)).choices])
         if spec == "none":
             return Tree.none()
         if kind == "chain":
@@ -138,9 +138,9 @@ def parse_tree(spec: str, calibrated: Json | None = None, auto: Tree | None = No
         raise UserError(
             f"--tree {spec!r}: write chain:4, copy:4 or cartesian:2,3 with whole numbers"
         ) from error
-    if spec == "auto" and auto is not None:
+    if spec == "auto":
         return auto
-    if spec in ("auto", "bundled") or spec.isdecimal():
+    if spec == "bundled" or spec.isdecimal():
         if calibrated is None:
             raise UserError(
                 f"--tree {spec} needs a tree file next to draft heads, which `medusa calibrate` fits: "

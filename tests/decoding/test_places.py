@@ -44,7 +44,8 @@ def test_every_node_has_the_bars_of_its_path(tree, seed, n):
     texts = _texts_of_nodes(text, length, nodes, TracedTree.of(tree))
     last = length[:, None] + tree.depth_M[None, :]
     flat = jnp.zeros((*nodes.shape, kinds))
-    got = jax.jit(bar_repeats, static_argnums=3)(flat, texts, last, n)
+    given = flat, texts, last, n, lambda ids: ids
+    got = jax.jit(bar_repeats, static_argnums=(3, 4))(*given)
     for row, node in np.ndindex(2, tree.n_nodes):
         path = np.flatnonzero(tree.mask_MM[node])  # ancestors come first
         whole = [*text[row, : length[row]], *nodes[row, path]]

@@ -95,11 +95,15 @@ def test_too_deep_for_the_heads():
             tree.check_depth(n)
 
 
+def parsed(spec, calibrated=None):
+    return parse_tree(spec, calibrated, auto=Tree.chain(2))
+
+
 def test_tree_files(tmp_path):
     plain, rich = tmp_path / "plain.json", tmp_path / "rich.json"
     plain.write_text("[[0], [0, 1]]")
     rich.write_text(json.dumps({"choices": [[0], [0, 1]], "device": "cpu"}))
-    found = [parse_tree(str(file)) for file in (plain, rich)]
+    found = [parsed(str(file)) for file in (plain, rich)]
     assert found == [Tree.from_choices([[0], [0, 1]])] * 2
     assert load_tree_file(rich)["device"] == "cpu"
     assert load_tree_file(rich)["growth"] == [[0], [0, 1]]
@@ -125,20 +129,20 @@ def test_tree_files_that_cannot_be_used_are_named(tmp_path, content, words):
     file = tmp_path / "tree.json"
     file.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(UserError, match=words) as caught:
-        parse_tree(str(file))
+        parsed(str(file))
     assert str(file) in str(caught.value)
 
 
 def test_specs():
-    assert parse_tree("none") == Tree.none()
-    assert parse_tree("chain:3") == Tree.chain(3)
-    assert parse_tree("cartesian:2,3") == Tree.cartesian([2, 3])
+    assert parsed("none") == Tree.none()
+    assert parsed("chain:3") == Tree.chain(3)
+    assert parsed("cartesian:2,3") == Tree.cartesian([2, 3])
     calibrated = {"choices": [[0], [1]], "growth": [[0], [0, 0], [1], [2]]}
-    assert parse_tree("bundled", calibrated) == Tree.from_choices([[0], [1]])
-    assert parse_tree("auto", calibrated, Tree.chain(2)) == Tree.chain(2)
-    assert parse_tree("3", calibrated) == Tree.from_choices([[0], [0, 0]])
-    assert parse_tree("1", calibrated) == Tree.none()
-    assert parse_tree("2", {"choices": [[0], [1]]}) == Tree.from_choices([[0]])
+    assert parsed("bundled", calibrated) == Tree.from_choices([[0], [1]])
+    assert parsed("auto", calibrated) == Tree.chain(2)
+    assert parsed("3", calibrated) == Tree.from_choices([[0], [0, 0]])
+    assert parsed("1", calibrated) == Tree.none()
+    assert parsed("2", {"choices": [[0], [1]]}) == Tree.from_choices([[0]])
     assert tree_of_size(calibrated, 5).n_nodes == 5
 
 
@@ -155,7 +159,8 @@ def test_specs():
         ("copy:2+copy:3", "copy is given twice"),
         ("chain:2+copy:2+copy:3", "copy is given twice"),
         ("", "--tree is empty"),
-        ("auto", "calibrate"),
+        ("chain:2+copy:x", r"chain:2\+copy:x': write chain:4, copy:4"),
+        ("bundled", "calibrate"),
         ("64", "next to draft heads.*without one give chain:4"),
         ("\u00b2", "cannot read the tree file \u00b2"),
         ("no/nothing.json", r"nothing\.json: No such file|cannot read.*nothing\.json"),
@@ -163,13 +168,13 @@ def test_specs():
 )
 def test_specs_that_name_no_tree(spec, words):
     with pytest.raises(UserError, match=words):
-        parse_tree(spec)
+        parsed(spec)
 
 
 @pytest.mark.parametrize("size", [0, 6])
 def test_sizes_beyond_the_calibrated_order(size):
     with pytest.raises(UserError, match="1 to 5"):
-        parse_tree(str(size), {"choices": [], "growth": [[0], [1], [2], [3]]})
+        parsed(str(size), {"choices": [], "growth": [[0], [1], [2], [3]]})
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
