@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import between
+from medusa_jax.heads.causal_layer import CausalLayer, LayerState
 from medusa_jax.heads.drafter import (
     Backbone,
     Committed,
@@ -39,8 +40,6 @@ from medusa_jax.heads.drafter import (
     shift_left,
 )
 from medusa_jax.heads.layers import (
-    CausalLayer,
-    LayerState,
     ResBlock,
     SeparateHeads,
     applied,

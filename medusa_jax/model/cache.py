@@ -38,13 +38,11 @@ class KVCache(struct.PyTreeNode):
         n_layers: int | None = None,
     ) -> "KVCache":
         """An empty cache with `slots` slots per row, for all layers of this shape or for some."""
-        shape = (batch, config.n_kv_heads, slots, config.head_dim)
-
-        def pair() -> Pair:
-            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-
+        zeros = partial(
+            jnp.zeros, (batch, config.n_kv_heads, slots, config.head_dim), dtype
+        )
         n_layers = config.n_layers if n_layers is None else n_layers
-        return cls(layers=tuple(pair() for _ in range(n_layers)))
+        return cls(layers=tuple((zeros(), zeros()) for _ in range(n_layers)))
 
     @property
     def slots(self) -> int:
