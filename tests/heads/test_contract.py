@@ -33,7 +33,7 @@ from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import ranks as recording_ranks
 from medusa_jax.files.layouts import heads_io, own_heads
-from medusa_jax.heads.drafter import Backbone, Committed, TextRows
+from medusa_jax.heads.drafter import Backbone, Committed, Ranked, TextRows
 from medusa_jax.heads.names import BASELINES, DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.heads.state import grow_state, rewind_state
@@ -383,12 +383,13 @@ def test_rejection_finds_the_logits_that_children_came_from(name):
     state = family.committed(drafter, backbone, params, rows, [4, 6])
     propose = family.proposed_logits(drafter, backbone, tree)
     nodes, logits = propose(params, state, np.array([1, 2], np.int32))
+    ranked = [Ranked(x, x) for x in logits]
     for depth in range(tree.depth):
         for node in tree.level(depth):
             children = [c for c in tree.children_MC[node] if c]
             if not children:
                 continue
             node_B = np.full(2, node, np.int32)
-            q_BV = rejection.parents_logits(tree, depth, logits, node_B)
+            q_BV = rejection.parents_logits(tree, depth, ranked, node_B)
             best_BC = np.argsort(-np.asarray(q_BV), axis=-1)[:, : len(children)]
             np.testing.assert_array_equal(nodes[:, children], best_BC)
