@@ -125,8 +125,6 @@ class Learner:
                 yield from self._test()
             elif self._texts:
                 yield from self._read(*self._texts.popleft())
-            elif self._windows and self.adapter.rehearsal:
-                yield from self._rehearse()
             else:
                 yield False
 
@@ -145,20 +143,18 @@ class Learner:
     def _step(self) -> Iterator[bool]:
         self._due -= 1
         for _ in range(min(REHEARSED, len(self.adapter.rehearsal))):
-            yield from self._rehearse()
+            text = self.adapter.rehearsal.pop()
+            read = yield from windows_of(self._model, text)
+            self._rehearsal += read
+            for window in read:
+                self.adapter.remember(window)
+                yield True
         for windows in filter(None, (self._windows, self._rehearsal)):
             for at in self._draw.integers(len(windows), size=WINDOWS):
                 self.adapter.add(windows[at])
                 yield True
         self.adapter.step()
         self.facts["steps"] += 1
-
-    def _rehearse(self) -> Iterator[bool]:
-        windows = yield from windows_of(self._model, self.adapter.rehearsal.pop())
-        self._rehearsal += windows
-        for window in windows:
-            self.adapter.remember(window)
-            yield True
 
     def _test(self) -> Iterator[bool]:
         self._untested, adapted, ranks = 0, self.adapter.adapted_heads(), []

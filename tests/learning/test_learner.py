@@ -126,16 +126,6 @@ def test_sessions_too_short_for_a_test_go_on(made, tmp_path):
     assert learner.facts["answers"] == 14
 
 
-def test_all_texts_to_rehearse_are_read_once_there_is_something_to_learn(made, tmp_path):
-    learner = Learner(load(made), str(tmp_path))
-    texts = learner.adapter.rehearsal
-    texts *= 5  # more than the steps of one answer read
-    assert not next(learner.work()) and len(texts) == 10
-    learner.add([3, 4], [*range(3, 30)] * 4)
-    assert all(itertools.takewhile(bool, learner.work()))
-    assert not texts and learner.adapter._rehearsed == 5 * (30 + 15)
-
-
 @pytest.mark.parametrize("name", wide(*sorted(DRAFTERS)))
 def test_every_kind_of_heads_learns(made, name):
     """Nothing is added at first, then to every kernel what lowers the loss."""
