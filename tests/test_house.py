@@ -161,7 +161,7 @@ def test_no_circle_inside_a_room():
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
 GENERATE_LINES = 7_110
 LINES, CHARACTERS = 51_880, 2_137_000
-TEST_LINES, SITE_WORDS = 33_480, 19_000
+TEST_LINES, SITE_WORDS = 33_490, 19_000
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",

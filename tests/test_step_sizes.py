@@ -17,6 +17,7 @@ from medusa_jax.api import dialogue, tree_choice
 from medusa_jax.api.dialogue import Dialogue
 from medusa_jax.api.tree_choice import sizes_of, tokens_of
 from medusa_jax.decoding import step_costs
+from medusa_jax.decoding.acceptance_rates import RECENT
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.generation import begin
 from medusa_jax.decoding.loop import decode_loop
@@ -185,6 +186,26 @@ def test_steps_after_a_short_match_do_not_copy(directory, free, costs):
         right = map(operator.eq, drafts, text[at + 1 : -1])
         at += 1 + sum(itertools.takewhile(bool, right))
     assert progress.gate.steps_N.tolist() == steps_N and min(steps_N[::2]) > 3
+
+
+def test_plain_steps_count_how_often_a_copy_would_be_right(directory, free, costs):
+    costs[:] = 1.0, 99.0, 99.0  # no step drafts
+    model = load(directory, "prompt_lookup")
+    _, engine, request = model.plan(PROMPTS[1:], OPTIONS)
+    state, _ = begin(engine, model.variables, request)
+    _, progress = decode_loop(engine, model.variables, state, np.int32(100))
+    [prompt], tokens = request.prompts, progress.tokens_BO[0, :60].tolist()
+    text, keep = [*prompt, *tokens], 0.5 ** (1 / RECENT)
+    right, tested = request.gate.accepted_L[0], request.gate.tested_L[0]
+    for at in range(len(prompt), len(text) - 1):
+        if draft := copies(text[: at + 1], 1):
+            right = keep * right + (draft == [text[at + 1]])
+            tested = keep * tested + 1
+    gate = progress.gate
+    np.testing.assert_allclose(
+        (gate.accepted_L[0], gate.tested_L[0]), (right, tested), 1e-5
+    )
+    assert 2 < right < tested - 2 and not gate.steps_N[1:].any()
 
 
 def copies(text, length):

@@ -107,7 +107,7 @@ class LoadedModel:
         return drafted_by(self.drafter, self.tree if tree is None else tree)
 
     def text_settings(self, repetition_penalty: float | None) -> Json:
-        """Settings of the model that change its text, to compare with those of an earlier run."""
+        """The model's settings that its text depends on; a resumed run compares them."""
         return {
             "no_repeat_ngram_size": self.no_repeat_ngram_size,
             "repetition_penalty": repetition_penalty,

@@ -161,7 +161,7 @@ def drafted(
 
 
 def verified(tree, nodes_BM, logits_BMV, sampling, length_B=None, draft_logits=()):
-    """What a rule of acceptance reads; the guesses of each depth have these logits."""
+    """The input of an acceptance rule. `draft_logits` has the logits of the guesses by depth."""
     drafts = Drafts(tree, nodes_BM, tuple(Ranked(x, x) for x in draft_logits), None)
     return Verified(drafts, None, logits_BMV, None, sampling, length_B)
 

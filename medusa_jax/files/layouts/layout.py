@@ -106,7 +106,7 @@ class Export:
         return lm_head_DO.astype(self.kind)
 
     def embedding(self) -> np.ndarray:
-        """The backbone's embedding [V, D] times its factor, a copy of which some layouts contain."""
+        """The backbone's embedding [V, D], multiplied by its factor. Some layouts contain this copy."""
         multiplier = self.kind.type(self.base.config.embedding_multiplier)
         return self.base.array("embed_tokens/embedding").astype(self.kind) * multiplier
 
