@@ -1,6 +1,6 @@
 """Find compiled kernels in a platform's wheel, or compile them for this processor and keep them in the user's cache.
 
-These are `KERNELS`, and a library with the products for each form of weights, which compiles when a model first needs it.
+These are `KERNELS`, and a library with the products for each form of weights, for models that have it.
 JAX is not imported here, so that a command can begin before it.
 """
 
@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,7 +70,7 @@ threads = ThreadPoolExecutor(1 + (os.cpu_count() or 1))
 def begin() -> None:
     """Begin to find or compile the kernels if this process seems to decode on a CPU."""
     platforms = os.environ.get("JAX_PLATFORMS") or accelerator() or "cpu"
-    if platforms == "cpu" and os.environ.get(PRODUCTS) != "plain" and not shipped():
+    if platforms == "cpu" and compiles():
         library_file(KERNELS)
 
 
@@ -78,6 +78,23 @@ def begin() -> None:
 def library_file(unit: str) -> "Future[Path | None]":
     """The library `KERNELS` or one of `PARTS`, found or compiled on another thread; None without a compiler."""
     return threads.submit(find_or_compile, unit)
+
+
+def begin_products(forms: Iterable[str], activations: int) -> None:
+    """Begin to find or compile the products with these forms of weights and activations of so many bits.
+
+    Blocks of other forms are unpacked to float32.
+    """
+    known = {form if form in FORMS else "float32" for form in forms}
+    units = {f"{form}_{bits}" for form in known for bits in (0, activations)}
+    if compiles():
+        for unit in sorted(units & PARTS.keys()):
+            library_file(unit)
+
+
+def compiles() -> bool:
+    """Whether kernels are to be found in the cache or compiled."""
+    return os.environ.get(PRODUCTS) != "plain" and shipped() is None
 
 
 def shipped() -> Path | None:

@@ -50,12 +50,6 @@ class Library(ctypes.CDLL):
         function.restype = ctypes.c_int64
         return int(function(*map(ctypes.c_int64, numbers)))
 
-    def begin_form(self, form: int, bits: int) -> None:
-        """Begin to compile the products of a form, if there are none."""
-        unit = UNITS[form, bits]
-        if not hasattr(self, f"medusa_{unit}"):
-            library_file(unit)
-
     def add_form(self, form: int, bits: int) -> None:
         """Give the kernels the products of a form, once they are compiled; without them a call fails."""
         unit = UNITS[form, bits]

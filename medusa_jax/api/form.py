@@ -84,6 +84,14 @@ def choose_form(
     return Form(dtype, number, storage, operations)
 
 
+def product_forms(base: BaseFiles, dtype: str, weights: str | None) -> set[str]:
+    """Types of the kernels that `choose_form` would store in panels: those of a file's blocks, or one type."""
+    if weights in (None, STORED) and stands_for_gguf(base.source) and dtype == "float32":
+        kernels = [t.blocks for t in base.tensors.values() if len(t.shape) == 2]
+        return {blocks.kind for blocks in kernels if blocks}
+    return {weights or dtype}
+
+
 def stored_if_possible(
     weights: str | None, directory: str, dtype: str, kernels: Kernels
 ) -> str | None:

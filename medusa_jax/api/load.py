@@ -10,7 +10,7 @@ from os import PathLike, fspath
 from jax.sharding import Mesh
 
 from medusa_jax.api.bundles import default_drafter, find_model
-from medusa_jax.api.form import Form, choose_form, default_dtype
+from medusa_jax.api.form import Form, choose_form, default_dtype, product_forms
 from medusa_jax.api.loaded_drafter import LoadedDrafter, find_drafter, open_drafter
 from medusa_jax.api.model import Model
 from medusa_jax.api.tree_choice import TreeChoice, step_mark
@@ -20,11 +20,13 @@ from medusa_jax.decoding.request import begin_keys
 from medusa_jax.errors import between
 from medusa_jax.files import hf
 from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.text_defaults import TextDefaults, name_unapplied, text_defaults
 from medusa_jax.kernels.choose import begin_loading
 from medusa_jax.mapped import kept
 from medusa_jax.model.convert import place_part
 from medusa_jax.model.kernels import Kernels
+from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, make_mesh
 from medusa_jax.text.tokenizer import (
     NoTokenizer,
@@ -111,9 +113,14 @@ def load(
     devices = make_mesh(mesh)
     dtype = dtype or default_dtype()
     # The kernels load, or compile, and begin to read kept programs while the model is opened.
-    if dtype != "float64" and kernels is None:
+    if native := dtype != "float64" and kernels is None:
         begin_loading(devices)
     files = open_model(model_path, None if tokenizer is None else fspath(tokenizer))
+    if native:
+        forms = product_forms(files.base, dtype, weights)
+        if isinstance(source, StoredHeads):
+            forms.add(Storage(panel=1, draft_weights=draft_weights or "").of_drafts.weights)
+        begin_loading(devices, forms, activations)
     name_unapplied(files.directory, files.defaults.unapplied)
     form = choose_form(
         files.base, devices, dtype, weights, draft_weights, activations, kernels

@@ -1,4 +1,4 @@
-// The products with panels in one form, and with activations of one width: a library, compiled when a model first needs it.
+// The products with panels in one form, and with activations of one width: a library.
 
 #include "floats.h"
 #include "tiles.h"

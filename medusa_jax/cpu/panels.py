@@ -9,7 +9,6 @@ from flax import struct
 
 from medusa_jax.compiler import FORMS
 from medusa_jax.model.stored import Product, Storage, Stored
-from medusa_jax.native import library
 
 # Outputs of a panel of int8 or of blocks, and inputs of a block.
 WIDE, BLOCK = 32, 32
@@ -32,11 +31,6 @@ class Panels(Stored):
     inputs: int = struct.field(pytree_node=False)
     outputs: int = struct.field(pytree_node=False)
     activations: int = struct.field(pytree_node=False)
-
-    def __post_init__(self) -> None:
-        if native := library():
-            bits = self.activations if FORMS[self.form] >= FORMS["int8"] else 0
-            native.begin_form(FORMS[self.form], bits)
 
     @property
     def types(self) -> dict[str, int]:

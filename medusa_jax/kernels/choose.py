@@ -1,6 +1,7 @@
 """Choose the kernels: the only place that asks which platform a program is for, and two variables."""
 
 import os
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -54,9 +55,10 @@ def choose_kernels(
     return CpuKernels()
 
 
-def begin_loading(mesh: Mesh) -> None:
-    """Begin to load the kernels that `choose_kernels` waits for, or to compile them."""
+def begin_loading(mesh: Mesh, forms: Iterable[str] = (), activations: int = 16) -> None:
+    """Begin to load the kernels that `choose_kernels` waits for, or to compile them, and `compiler.begin_products`."""
     if platform_of(mesh) == "cpu" and mesh.size == 1:
-        from medusa_jax import native
+        from medusa_jax import compiler, native
 
         native.begin_loading()
+        compiler.begin_products(forms, activations)

@@ -28,7 +28,7 @@ from tiny import random_params, tiny_arch, write_heads
 from trees import random_tree
 
 import medusa_jax
-from medusa_jax import Options
+from medusa_jax import Options, compiler
 from medusa_jax.commands.decode_report import describe, draft_weights
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.decoding.request import DecodeRequest
@@ -102,6 +102,27 @@ CASES = {
     "three in one": ["Q5_0", "Q5_1", "Q8_0", "Q4_0", None, "Q5_K", "Q4_0", None],
     "an embedding in float32": [None, *["Q4_0"] * 7],
 }
+
+
+@native
+@pytest.mark.parametrize("has_heads", [True, False])
+def test_products_are_asked_for_before_any_is_needed(
+    has_heads, tmp_path, tokenizer_json, monkeypatch
+):
+    """Those of the file's blocks and of its heads, and no others."""
+    path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES["three in one"], False)
+    config, asked = read_config(resolve(path)), set()
+    write_heads(tmp_path / "heads", config, random_params(config, 0))
+    drafter = tmp_path / "heads" if has_heads else "none"
+    library()
+    monkeypatch.setattr(compiler, "library_file", asked.add)
+    model = medusa_jax.load(path, drafter, allow_other_base=True)
+    kernels = jax.tree.leaves(
+        model.variables, is_leaf=lambda leaf: isinstance(leaf, Panels)
+    )
+    used = {kernel.form for kernel in kernels if isinstance(kernel, Panels)}
+    assert len(used) == 7 + has_heads
+    assert asked == {f"{form}_{0 if form == 'float32' else 16}" for form in used}
 
 
 @native
