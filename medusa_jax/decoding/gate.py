@@ -22,8 +22,8 @@ from medusa_jax.decoding.acceptance_rates import (
 )
 from medusa_jax.tree.tree import Tree
 
-# Factors: another size must be this much faster than the current one, since the estimates are noisy; drafts must be this
-# much faster than plain decoding for a text to begin with them.
+# The least estimated speed-up, since estimates are noisy, to change to another size, and over plain decoding for a text
+# to begin with drafts.
 MARGIN, WORTH = 1.01, 1.05
 # Largest share of the time that trials of drafts may lose, and bounds of the plain steps between two trials.
 OVERHEAD, PAUSES = 0.02, (32, 256)

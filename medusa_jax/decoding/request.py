@@ -42,7 +42,7 @@ class DecodeRequest:
       host: answers the steps with guides, `host_step.host_step`.
       gate: of a gated engine, before the first step.
       costs: of its sizes; streams measure them.
-      drafts: nodes of each tree that steps may take, and who fills it; not of served rows.
+      drafts: for reports, the nodes of each tree that a step may take and the drafter; none when serving.
       predicted: tokens that are expected in each text, for served rows to copy drafts from.
     """
 

@@ -115,7 +115,7 @@ class StepCosts:
         self._used[rows, nodes] = self.elapsed
 
     def is_due(self, rows: int, nodes: int, lost: float) -> bool:
-        """Whether to time this size, which loses these seconds: twice at once, then less often."""
+        """Whether to time this size now, which costs `lost` seconds: after the first two times it is done less often."""
         share = np.clip((self.chunks(rows, nodes) - 1) / SOON, 0, 1)
         since = self.elapsed - self._used.get((rows, nodes), -np.inf)
         return bool(since > share * max(PAUSE, lost / OVERHEAD))
