@@ -13,7 +13,7 @@ from medusa_jax.text.tokenizer import Tokenizer, TurnPrompt
 from medusa_jax.typed import WRONG, as_type, read
 
 if TYPE_CHECKING:
-    from medusa_jax.constraints.host_work import Guide
+    from medusa_jax.constraints.guide import Guide
     from medusa_jax.text.fill import Gap
 
 # A prompt: text or token ids.

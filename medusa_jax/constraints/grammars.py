@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.constraints.constraint import Constraint
-from medusa_jax.constraints.guide import MatcherGuide, engine_message
+from medusa_jax.constraints.guide import Guide, engine_message
 from medusa_jax.errors import UserError
 from medusa_jax.text.token_bytes import TokenBytes
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
@@ -62,7 +62,7 @@ class Grammars:
         self._compiled = lru_cache(KEPT)(self._compile)
         self._vocabulary = lru_cache(KEPT)(self._make_vocabulary)
 
-    def guide(self, constraint: Constraint, eos_ids: Sequence[int]) -> MatcherGuide:
+    def guide(self, constraint: Constraint, eos_ids: Sequence[int]) -> Guide:
         """Return the guide of one text, at its beginning.
 
         Args:
@@ -76,7 +76,7 @@ class Grammars:
         matcher, allowed_W = self._compiled(constraint, ends)  # others do not wait for it
         with self._lock:
             matcher = matcher.deep_copy()
-        return MatcherGuide(matcher, allowed_W, self._vocabulary(ends)[0], ends)
+        return Guide(matcher, allowed_W, self._vocabulary(ends)[0], ends)
 
     def _make_vocabulary(self, ends: tuple[int, ...]) -> tuple["Vocabulary", Any]:
         guidance = _llguidance()
@@ -128,7 +128,7 @@ class Grammars:
             for token in map(int, re.findall(r"<\[(\d+)\]>", reply["grammar"])):
                 allowed_W[token >> 5] |= np.uint32(1 << (token & 31))
         for order in (vocabulary.single_bytes, vocabulary.single_bytes[::-1]):
-            guide = MatcherGuide(matcher.deep_copy(), allowed_W, vocabulary, ends)
+            guide = Guide(matcher.deep_copy(), allowed_W, vocabulary, ends)
             if not guide.possible:
                 raise UserError(
                     f"the {kind} cannot be met: no token of the model may come first"

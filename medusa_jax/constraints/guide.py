@@ -55,8 +55,8 @@ class Patience:
         return result
 
 
-class MatcherGuide:
-    """A text's place in its grammar (a `host_work.Guide`).
+class Guide:
+    """A text's place in its grammar.
 
     Args:
       matcher: llguidance's, of an empty text.
@@ -69,7 +69,7 @@ class MatcherGuide:
       possible: whether any token may come first.
       first_W: bits of the tokens that may come first.
       patience: bounds the engine's calls.
-      error: as in `Guide`.
+      error: why the text cannot continue, if a thread failed.
     """
 
     def __init__(

@@ -1,50 +1,10 @@
 """The host's part in the steps of rows with constraints."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
-from medusa_jax.constraints.guide import Patience
-
-
-class Guide(Protocol):
-    """The host's side of one row's constraint.
-
-    Attributes:
-      consumed: number of emitted tokens that it has read.
-      first_W: bits of the tokens that may come first.
-      patience: bounds the time for computing sets of tokens.
-      error: why its text cannot continue, if a thread failed.
-    """
-
-    consumed: int
-    first_W: np.ndarray
-    patience: Patience
-    error: str
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Read the next tokens of the text."""
-
-    def fill(self, into_W: np.ndarray) -> bool:
-        """Write the bits of the tokens that may follow; False if there are none.
-
-        Raises:
-          UserError: a limit was reached before the set was complete.
-        """
-
-    def fill_chain(self, nodes_M: np.ndarray, chain_C: np.ndarray) -> int:
-        """Fill a chain after the root with the tokens that follow; return how many are forced."""
-
-    def replace_forbidden(
-        self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], guesses_MK: np.ndarray
-    ) -> None:
-        """Replace drafts that may not follow their parents, by forced tokens or by guesses."""
-
-    def fill_tree(
-        self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], into_MW: np.ndarray
-    ) -> None:
-        """Write the bits after each node of a tree except the root, which are already written."""
+from medusa_jax.constraints.guide import Guide
 
 
 class RowWork:

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from medusa_jax.constraints.host_work import Guide, RowWork, Workers
+from medusa_jax.constraints.guide import Guide
+from medusa_jax.constraints.host_work import RowWork, Workers
 from medusa_jax.decoding import generation
 from medusa_jax.decoding.generation import RowCache, begin, end_rows, end_wanted, grow
 from medusa_jax.decoding.host_step import HostInputs, constrained_step, next_inputs

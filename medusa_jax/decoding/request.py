@@ -20,7 +20,7 @@ from medusa_jax.devices.platforms import program
 from medusa_jax.host_calls import HostFunction
 
 if TYPE_CHECKING:
-    from medusa_jax.constraints.host_work import Guide
+    from medusa_jax.constraints.guide import Guide
 
 MIN_PROMPT = 16  # shorter prompts are padded to it, and share its programs
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.api.step_sizes import text_is_free
-from medusa_jax.constraints.host_work import Guide
+from medusa_jax.constraints.guide import Guide
 from medusa_jax.decoding import constrained, rows
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.loop import decode_loop

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from weakref import WeakKeyDictionary
 
-from medusa_jax.constraints.host_work import Guide, RowWork, Workers, Works
+from medusa_jax.constraints.guide import Guide
+from medusa_jax.constraints.host_work import RowWork, Workers, Works
 from medusa_jax.errors import UserError, first_line
 
 # Seconds that a step waits for threads; rows whose work is late skip the step.

@@ -10,8 +10,7 @@ import numpy as np
 
 from medusa_jax.api import Model, Options, StoppingText
 from medusa_jax.api.results import logprobs_of_row, results_of
-from medusa_jax.constraints.guide import SLOW_MASKS, Patience
-from medusa_jax.constraints.host_work import Guide
+from medusa_jax.constraints.guide import SLOW_MASKS, Guide, Patience
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.request import DecodeRequest

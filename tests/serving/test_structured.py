@@ -18,7 +18,7 @@ from tiny import PRINTABLE
 
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Grammars, constraint_of, grammars, guide
-from medusa_jax.constraints.guide import MatcherGuide, Patience
+from medusa_jax.constraints.guide import Guide, Patience
 from medusa_jax.decoding import constrained
 from medusa_jax.serving import Request, job
 from medusa_jax.serving.http.app import Limits
@@ -145,7 +145,7 @@ def test_a_text_that_cannot_go_on(port, client):
 
 def test_rows_whose_masks_are_late_sit_out(port, client, monkeypatch):
     """Others get their texts meanwhile, and theirs are what they would have been."""
-    held, true = threading.Event(), MatcherGuide.fill
+    held, true = threading.Event(), Guide.fill
     drawn = {"temperature": 0.9, "seed": 3}
     own = {"max_new_tokens": 20, "constraint": {"regex": "[a-z ]{12}"}}
     expected = alone(port.model, "in the hat", **drawn, **own).text
@@ -159,7 +159,7 @@ def test_rows_whose_masks_are_late_sit_out(port, client, monkeypatch):
         fields |= {"model": NAME, "prompt": "in the hat", "timeout": 60}
         return client.completions.create(**drawn, **fields).choices[0].text
 
-    monkeypatch.setattr(MatcherGuide, "fill", slow)
+    monkeypatch.setattr(Guide, "fill", slow)
     with ThreadPoolExecutor(1) as pool:
         try:
             extra = {"guided_regex": "[a-z ]{12}"}
