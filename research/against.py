@@ -90,7 +90,7 @@ def run(flags: Flags) -> int:
     entrants = list(load_entrants(flags, names, flags.trees))
     model, threads = entrants[0].model, flags.threads or processors()
     options = generation_options(flags, eos_ids=()).with_penalty(model.repetition_penalty)
-    texts, _ = record_prompts(model, records, options)
+    _, texts, _ = record_prompts(model, records, options)
     prompts = [model.encode(text) for text in texts]
     context = max(map(len, prompts)) + flags.max_new_tokens
     if context > model.config.max_position:

@@ -150,7 +150,7 @@ def run(flags: Flags) -> int:
     """Print the table."""
     use_compilation_cache()
     model = load_model(flags, tree="auto")
-    texts, _ = record_prompts(model, read_prompts(flags.prompts), Options())
+    _, texts, _ = record_prompts(model, read_prompts(flags.prompts), Options())
     rng, prompts = random.Random(0), [model.encode(text) for text in texts]
     calls = [(ids, rng.randint(*NEW)) for ids in prompts if len(ids) <= PROMPT]
     with served(model, SLOTS, NEW[1], PROMPT) as (server, url):

@@ -467,6 +467,8 @@ def test_requests_that_cannot_be(model, prompts, options, fields, words):
     ("call", "words"),
     [
         (lambda m: m.lossless("eager"), "not 'eager'"),
+        (lambda m: m.engine(logprobs=-1), "logprobs"),
+        (lambda m: m.engine(logprobs=99), "logprobs"),
         (lambda m: m.parse_tree(3), "tree should be str | Tree"),
         (lambda m: m.parse_tree([[0]]), "tree should be str | Tree"),
         (lambda m: m.complete("a", "b", {"seed": 1}), "options should be Options"),

@@ -15,7 +15,7 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
-from medusa_jax.errors import UserError, one_of
+from medusa_jax.errors import UserError, between, one_of
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.model.convert import decoder
@@ -193,6 +193,7 @@ class LoadedModel:
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
         one_of("acceptance", acceptance, ("auto", *RULES))
+        between("logprobs", logprobs or 0, 0, self.config.vocab_size)
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
         tree = self.parse_tree(tree)

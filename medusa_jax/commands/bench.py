@@ -153,7 +153,9 @@ def prompt_tasks(flags: Flags, model: "Model") -> Tasks:
     """The prompts of --prompts."""
     records = prompts_of(flags)
     template = flags.chat_template.replace("auto", "")
-    texts, options = record_prompts(model, records, generation_options(flags), template)
+    records, texts, options = record_prompts(
+        model, records, generation_options(flags), template
+    )
     prompts = [model.encode(text) for text in texts]
     categories = [str(r.get("category", r.get("file", "all"))) for r in records]
     return Tasks(prompts, categories, options, (), range(len(prompts)), {})

@@ -118,7 +118,7 @@ def run(flags: Flags) -> int:
     if not flags.temperature:  # sampled answers were drawn with other noise
         texts = distilled_texts(model, flags.prompts, records, flags.max_new_tokens)
     options, template = generation_options(flags), flags.chat_template
-    prompts, options = record_prompts(model, records, options, template)
+    records, prompts, options = record_prompts(model, records, options, template)
     origin = f"from {flags.prompts}" if texts else "that are written now"
     inform(
         f"two stages: the heads' guesses in {len(texts or prompts)} answers {origin}, then step latencies of "

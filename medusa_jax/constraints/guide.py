@@ -117,13 +117,18 @@ class Guide:
         return not self._matcher.is_error() and bool(into_W.any())
 
     def _check(self) -> None:
-        """Raise the matcher's error, which is a limit: the tokens so far were allowed.
+        """Raise the matcher's error. The tokens so far were allowed, so it is a limit, or characters that no token has.
 
         "NoExtension" only says that nothing may follow them.
         """
         error = engine_message(self._matcher.get_error())
-        if self._matcher.is_error() and not error.startswith("NoExtension"):
-            raise UserError(f"the constraint is too costly for its grammar engine: {error}")
+        if not self._matcher.is_error() or error.startswith("NoExtension"):
+            return
+        if "doesn't satisfy the grammar" in error:
+            raise UserError(
+                "the constraint cannot be met: the model has no token for what must come next"
+            )
+        raise UserError(f"the constraint is too costly for its grammar engine: {error}")
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""

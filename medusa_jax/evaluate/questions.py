@@ -109,13 +109,28 @@ def record_prompt(model: "Model", record: Json, template: str = "") -> str | lis
 
 def record_prompts(
     model: "Model", records: Sequence[Json], options: "Options", template: str = ""
-) -> "tuple[list[str | list[int]], Options]":
-    """The prompts of records, and options whose texts end where the chat template ends a turn."""
+) -> "tuple[list[Json], list[str | list[int]], Options]":
+    """The records whose conversations the template takes, their prompts, and options whose texts end where it ends a turn.
+
+    Raises:
+      UserError: it takes none.
+    """
     from medusa_jax.api.prompts import ending_turns
 
     if any({"messages", "turns"} & record.keys() for record in records):
         options = ending_turns(model.tokenizer, model.eos_ids, options, template)
-    return [record_prompt(model, record, template) for record in records], options
+    taken, prompts, refused = [], [], []
+    for record in records:
+        try:
+            prompts.append(record_prompt(model, record, template))
+            taken.append(record)
+        except UserError as error:
+            refused.append(error)
+    if not taken:
+        raise refused[0]
+    if refused:
+        inform(f"{len(refused)} of {len(records)} prompts are left out: {refused[0]}")
+    return taken, prompts, options
 
 
 def spread(questions: Sequence[Json], limit: int) -> list[Json]:

@@ -189,14 +189,19 @@ def _window_layers(family: Family, fields: Fields, n: int) -> tuple[bool, ...]:
         one_of(f"{fields.file}: a supported kind in layer_types", kind, supported)
     late = family.windows == "late"
     window = family.windows and fields.count("sliding_window", 0, least=0)
-    if not window or (late and not fields.switch("use_sliding_window")):
-        return (False,) * n
+    is_off = not window or (late and not fields.switch("use_sliding_window"))
     if family.windows == "all":
-        return (True,) * n
+        return (not is_off,) * n
     if kinds:
         if len(kinds) != n:
             fields.refuse("layer_types", f"a list of {n} kinds")
+        if is_off and LAYER_KINDS[1] in kinds:
+            fields.refuse(
+                "layer_types", f"{LAYER_KINDS[0]} for every layer without a window"
+            )
         return tuple(kind == LAYER_KINDS[1] for kind in kinds)
+    if is_off:
+        return (False,) * n
     start = fields.count("max_window_layers", 28, least=0) if late else 0
     period = n + 1 if late else fields.count("sliding_window_pattern")
     return tuple(i >= start and (i + 1) % period > 0 for i in range(n))

@@ -169,6 +169,11 @@ def test_what_cannot_be_is_one_sentence(grammars, given):
     assert " s to compile" not in str(error.value), "refused after seconds, not after work"
 
 
+def test_what_the_vocabulary_cannot_write_is_not_costly(grammars):
+    with refused("cannot be met: the model has no token for what must come next"):
+        grammars[0].guide(constraint_of({"regex": r"\[a+"}), [2])
+
+
 def whole(guide, tokenizer, text):
     """Whether a text that its tokens spell is one that the guide's constraint allows."""
     matcher, ids = guide._matcher.deep_copy(), tokenizer.encode(text)

@@ -2,12 +2,18 @@
 
 import pytest
 from files import write_lines
+from refusals import refused
 from tiny import write_model
 
 import medusa_jax
-from medusa_jax import UserError
+from medusa_jax import Options, UserError
 from medusa_jax.evaluate.question_files import read_questions
-from medusa_jax.evaluate.questions import read_prompts, record_prompt, spread
+from medusa_jax.evaluate.questions import (
+    read_prompts,
+    record_prompt,
+    record_prompts,
+    spread,
+)
 from medusa_jax.evaluate.turns import turn_prompt
 from medusa_jax.text.answers import encode_conversation
 from medusa_jax.text.chat import PLAIN
@@ -167,6 +173,17 @@ def test_other_turns_keep_both_ends(model):
     assert cut and text.startswith("begin") and text.endswith("end\n\nwell\n\nthen")
     with pytest.raises(UserError, match="question 5: a prompt of at most 3 tokens"):
         turn_prompt(model, question("ab", "the cat in the"), ["x" * 9], PLAIN, 3)
+
+
+def test_conversations_that_a_template_refuses_are_left_out(model, monkeypatch, capsys):
+    template = "{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}a b"
+    monkeypatch.setattr(model.tokenizer, "chat_template", template)
+    short, long = {"messages": MESSAGES[:1]}, {"messages": MESSAGES}
+    records, prompts, _ = record_prompts(model, [long, short, long], Options())
+    assert records == [short] and prompts == [record_prompt(model, short)]
+    assert "2 of 3 prompts are left out" in capsys.readouterr().err
+    with refused("refuses the conversation: one turn"):
+        record_prompts(model, [long], Options())
 
 
 def test_a_conversation_is_asked_up_to_its_last_question(model):

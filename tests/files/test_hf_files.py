@@ -170,7 +170,10 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 5}, "do not fit together"),
         (QWEN2 | {"layer_types": ["chunked_attention"] * 32}, "layer_types is one of .*chunked"),
-        (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types should be a list of 32 kinds"),
+        *((QWEN2 | {"layer_types": ["full_attention"], "use_sliding_window": on}, "layer_types should be a list of 32 kinds")
+          for on in (True, False)),
+        *((QWEN2 | MIXED | off, "full_attention for every layer without a window")
+          for off in ({"use_sliding_window": False}, {"sliding_window": None})),
     ],
 )  # fmt: skip
 def test_unsupported_configs(tmp_path, changes, message):
