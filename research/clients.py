@@ -112,7 +112,7 @@ def contenders(flags: Flags, server: Server, url: str) -> dict[str, Contender]:
 
 def ladder_of(server: Server, nodes: int = 0) -> Ladder:
     """A new ladder for a server's sizes; it always takes this one unless it is 0."""
-    sizes = server._scheduler._batch.sizes
+    sizes = server._scheduler._batch.engines.sizes
     made = Ladder(sizes, tokens_of(sizes, server.model.calibrated), PACE)
     if nodes:
         made.choose = lambda *_: (nodes, nodes)  # type: ignore[method-assign]
@@ -165,7 +165,7 @@ def run(flags: Flags) -> int:
 def served(model: Model, slots: int, new: int, prompt: int) -> Iterator[tuple[Server, str]]:
     """A warm HTTP server of a model and its address, for this many tokens of a text and of its prompt."""
     with Server(model, slots=slots, max_new_tokens=new) as server:
-        sizes = server._scheduler._batch.sizes[1:]
+        sizes = server._scheduler._batch.engines.sizes[1:]
         sized = [BASE._replace(nodes=tree.n_nodes) for tree in sizes]
         server.warm_up(prompt + new, [BASE, Group(PLAIN), *sized])
         listener = socket.create_server(("127.0.0.1", 0))

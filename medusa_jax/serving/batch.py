@@ -1,17 +1,15 @@
 """The device's side of serving: one batch of rows, and the programs that run on it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from medusa_jax.api import Model
-from medusa_jax.api.step_sizes import text_is_free
 from medusa_jax.constraints.guide import Guide
+from medusa_jax.constraints.host_work import Workers
 from medusa_jax.decoding import constrained, rows
-from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.penalties import PenaltyOptions
 from medusa_jax.decoding.prefill import PromptPiece
@@ -25,14 +23,12 @@ from medusa_jax.decoding.request import (
 from medusa_jax.decoding.state import PREDICTED, DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.decoding.token_sets import NO_TOKEN
-from medusa_jax.heads.registry import no_drafter
-from medusa_jax.serving.echo import LEAST_SLOTS, MOST_BEST, echo_of
+from medusa_jax.serving.echo import LEAST_SLOTS, echo_of
+from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.extras import BatchExtras, parts_of
-from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import SCORING, STOPS, Group
-from medusa_jax.serving.ladder import ladder_sizes
 from medusa_jax.sharding import placed
-from medusa_jax.tree.tree import Tree, stand_in
+from medusa_jax.tree.tree import Tree
 
 
 @dataclass
@@ -66,67 +62,43 @@ def piece_sizes(limit: int) -> list[int]:
 class Batch:
     """Rows that take their steps together, identified by their numbers.
 
+    Args:
+      engines: of the groups of rows; a batch has as many rows as one of their trees.
+      most_new: most new tokens of a row.
+      piece: most tokens of a piece of a prompt, a power of two.
+
     Attributes:
-      threads: run the host's work for rows with constraints.
       rows, slots: current size; each pair has its own programs.
-      trees: the tree for each number of rows.
-      sizes: trees that chunks may take instead.
-      widest: most tokens of one text in a pass; it needs as many free slots.
-      longest: most tokens that a step without constraints appends.
     """
 
     _state: DecodeState
 
-    def __init__(self, model: Model, trees: Mapping[int, Tree], most_new: int, piece: int):
-        self.threads: GuideThreads | None = None
-        self.sizes = ladder_sizes(model, list(trees.values()))
-        all_trees = [*trees.values(), *self.sizes]
-        deepest = max(all_trees, key=lambda tree: tree.drafted.depth)
-        engine = model.engine(deepest, "sampled", sampled=True)
-        # Depends only on the tree's depth (`Engine.depth_only`), so all trees share all programs except the step.
-        # A tree with copies, so that all states have the text; but some drafters have their own step.
-        can_copy = engine.drafter.own_step is None
-        copies = Tree.copies(deepest.depth if can_copy else 0)
-        self.longest = stand_in([*all_trees, copies]).path_length
-        chain = Tree.copies(constrained.MANY if can_copy else 0)
-        self._engine = replace(engine, tree=stand_in([*all_trees, copies, chain]))
-        self._vocab_size = engine.llama.config.vocab_size
-        n = min(MOST_BEST, self._vocab_size)
-        self._with_logprobs = replace(self._engine, logprobs=n)
-        self._model, self._variables_by = model, model.variables_by
+    def __init__(self, engines: Engines, most_new: int, piece: int) -> None:
+        self.engines, self._engine = engines, engines.common
+        self._variables_by = engines.model.variables_by
         # For each row, whether its drafter read the text with the heads of a rule that depends on them.
-        self._by_drafts = [False] * max(trees)
+        self._by_drafts = [False] * max(engines.trees)
         self._pieces = piece_sizes(piece)
-        self.trees = dict(trees)
-        extra = self._engine.free_slots - self._engine.tree.n_nodes
-        self._copying = {
-            n: tree.with_copies(self.longest - 1) if can_copy else tree
-            for n, tree in trees.items()
-        }
-        sizes = [tree.n_nodes for tree in (*all_trees, *self._copying.values())]
-        if can_copy:  # of rows with constraints
-            sizes += [tree.drafted.n_nodes + constrained.MANY for tree in trees.values()]
-        self.widest = max(sizes) + extra
         self._sizes = rows.Sizes(output_slots(self._engine, most_new), STOPS)
         self.restart()
 
     def restart(self) -> None:
         """Reset every row to idle."""
-        self._reset(min(self.trees), LEAST_SLOTS)
+        self._reset(min(self.engines.trees), LEAST_SLOTS)
 
     def _reset(self, n_rows: int, slots: int) -> None:
         """Start with idle rows, placed like programs' results; otherwise JAX would recompile."""
         if hasattr(self, "_state"):
             del self._state  # frees its memory before the next is allocated
         self.rows, self.slots = n_rows, slots
-        self._extras = BatchExtras(self._with_logprobs, n_rows, self._sizes.outputs)
+        self._extras = BatchExtras(self.engines.with_logprobs, n_rows, self._sizes.outputs)
         self._state = placed(
             self._engine.llama.mesh, rows.idle(self._engine, self._sizes, n_rows, slots)
         )
 
     def slots_for(self, length: int) -> int:
         """Return the slots that a step needs for a text of this length."""
-        return power_of_two(length + self.widest, LEAST_SLOTS)
+        return power_of_two(length + self.engines.widest, LEAST_SLOTS)
 
     def fit(self, n_rows: int, slots: int) -> None:
         """Change the number of rows and slots; rows beyond the new number are lost.
@@ -164,19 +136,19 @@ class Batch:
         """Begin to read a prompt after its first `reused` tokens, which row `source` has cached."""
         row = rows.take_row(self._engine, self._state, np.int32(source))
         # Prompts are read with log-probabilities for all, since a second program would cost seconds.
-        room = rows.empty_extras(self._with_logprobs, row.tokens_BO)
+        room = rows.empty_extras(self.engines.with_logprobs, row.tokens_BO)
         row = rows.begin_row(
             self._engine,
             row.replace(
                 logprobs=room.logprobs, predicted_BP=self._predicted(request, group)
             ),
-            row_options(request, self._vocab_size, STOPS),
+            row_options(request, self._engine.llama.config.vocab_size, STOPS),
         )
         # Drafters pair a position with the next token, so the last shared token is read again.
         position, n = max(0, reused - 1), len(request.prompts[0])
         if self._tokens_read(n - position) == self._tokens_read(n):
             position = 0  # saves nothing, and other pieces would round differently
-        if self._by_drafts[source] != RULES[_rule(group)].by_drafts:
+        if self._by_drafts[source] != group.by_drafts:
             position = 0  # other heads computed its drafter's state (`Model.variables_by`)
         return Reading(row, np.array(request.prompts[0], np.int32), position, group)
 
@@ -210,45 +182,17 @@ class Batch:
         row = self._resized(reading.row, self.slots)
         begin = min(reading.position, self.slots - T)
         piece = PromptPiece.of(reading.prompt, begin, T)
-        n_best = self._with_logprobs.logprobs
-        engine = replace(self._engine_of(reading.group), logprobs=n_best)
+        engine = self.engines.of_prompts(reading.group)
         variables = self._variables_by(engine.acceptance)
         reading.row = rows.read_row(engine, variables, row, piece)
         reading.position = min(begin + T, n)
-
-    def _engine_of(self, group: Group) -> Engine:
-        engine = self._with_logprobs if group.logprobs else self._engine
-        if group.constrained:  # as `Sampling.barred_B`
-            engine = replace(engine, no_repeat_ngram_size=0)
-        return replace(engine, acceptance=_rule(group))
-
-    def tree_of(self, group: Group) -> Tree:
-        """The tree of a group's steps with the present rows."""
-        return self._engine_of_steps(group).tree
-
-    def _engine_of_steps(self, group: Group) -> Engine:
-        engine = self._engine_of(group)
-        if not group.drafts:
-            drafter = no_drafter(engine.llama.config)
-            return replace(engine, tree=Tree.none(), drafter=drafter)
-        trees = self._copying if group.predicted else self.trees
-        sizes = {tree.n_nodes: tree for tree in self.sizes}
-        engine = replace(engine, tree=sizes.get(group.nodes, trees[self.rows]))
-        if group.constrained:
-            engine = constrained.with_runs(engine, not self._model.chooses)
-        return engine
-
-    def text_is_free(self, group: Group) -> bool:
-        """Whether a group's texts cannot depend on the trees of their steps."""
-        is_free = text_is_free(self._engine_of(group), self._model.dtype)
-        return is_free and not (group.predicted or group.constrained)
 
     def insert(self, reading: Reading, at: int) -> Progress:
         """Overwrite row `at` of the batch with a row that was read; return its progress."""
         row, extras = rows.split_extras(self._resized(reading.row, self.slots))
         row = rows.with_extras(row, parts_of(extras, reading.group))
         self._put(row, at)
-        self._by_drafts[at] = RULES[_rule(reading.group)].by_drafts
+        self._by_drafts[at] = reading.group.by_drafts
         return progress_of(row)
 
     def take(self, at: int, group: Group) -> Reading:
@@ -264,6 +208,7 @@ class Batch:
         steps: int,
         few_steps: int,
         guides: Mapping[int, Guide] | None = None,
+        workers: Workers | None = None,
     ) -> tuple[Progress, Tree]:
         """Dispatch a chunk of steps, which ends as soon as a row ends.
 
@@ -273,10 +218,11 @@ class Batch:
           steps: maximum number of steps.
           few_steps: maximum if one of the rows has already ended, since its row may soon be needed.
           guides: by row. A group with constraints takes `few_steps` steps, or one if other rows wait.
+          workers: do the guides' work; by default this thread does.
 
         Returns: the progress after the chunk, and the tree of its steps.
         """
-        engine = self._engine_of_steps(group)
+        engine = self.engines.of_steps(group, self.rows)
         status_B, chunk_steps = rows.run_only(
             self._engine,
             self._state.status_B,
@@ -286,25 +232,24 @@ class Batch:
         )
         state = self._state.replace(status_B=status_B)
         state = rows.with_extras(state, self._extras.of_group(group))
-        variables = self._variables_by(engine.acceptance)
         if group.constrained:
             steps = 1 if (wanted_B == PAUSED).any() else few_steps
-            state, progress = self._constrained_steps(
-                engine, variables, state, guides, steps
-            )
+            state, progress = self._constrained_steps(engine, state, guides, workers, steps)
         else:
+            variables = self._variables_by(engine.acceptance)
             state, progress = decode_loop(engine, variables, state, chunk_steps, True)
         self._state, extras = rows.split_extras(state)
         self._extras.store(extras)
         return progress, engine.tree
 
     def _constrained_steps(
-        self, engine: Engine, variables: Any, state: DecodeState, guides: Any, steps: int
+        self, engine: Engine, state: DecodeState, guides: Any, workers: Any, steps: int
     ) -> tuple[DecodeState, Progress]:
         """Take steps of rows with constraints until a row ends or lacks room.
 
         Without guides, runs a step of each size, to compile their programs.
         """
+        variables = self._variables_by(engine.acceptance)
         if not guides:
             return constrained.step_sizes(engine, variables, state)
         inputs = constrained.host_inputs(engine, variables, state)
@@ -318,7 +263,7 @@ class Batch:
             if (n and ended) or longest + engine.free_slots > state.cache.slots:
                 break
             state, inputs = constrained.step(
-                engine, variables, state, guides, inputs, self.threads
+                engine, variables, state, guides, inputs, workers
             )
         return state, inputs.progress
 
@@ -326,7 +271,7 @@ class Batch:
         """Run once all programs that a group needs at this size; the rows' texts are lost."""
         if group == SCORING:
             piece = self._pieces[-1]  # the second may find the cache placed differently
-            echo_of(self._model, "", [0] * min(piece + 2, slots), 0, piece, slots)
+            echo_of(self.engines.model, "", [0] * min(piece + 2, slots), 0, piece, slots)
             return
         self.restart()
         self.fit(n_rows, slots)
@@ -343,14 +288,10 @@ class Batch:
         if slots > LEAST_SLOTS:  # grow to this size and back
             row = self._resized(self._row(0), slots // 2)
             self._put(self._resized(row, slots), 0)
-        self._extras.compile(group, self.trees)  # a row may be moved to a batch of any size
+        # A row may be moved to a batch of any size.
+        self._extras.compile(group, self.engines.trees)
         jax.block_until_ready(self._state)
         self.restart()
-
-
-def _rule(group: Group) -> str:
-    """Return the rule that draws the first token; "sampled" is greedy at temperature 0."""
-    return "sampled" if group.rule == "auto" else group.rule
 
 
 def _placeholder(n: int, group: Group) -> DecodeRequest:

@@ -82,7 +82,7 @@ class Chunks:
     def unseen_tokens(self) -> int:
         """Most tokens by which a text has grown since the last result, on the device."""
         chunks = sum(pending.tree is not None for pending in self.pending)
-        return chunks * self._most_steps * self._batch.longest
+        return chunks * self._most_steps * self._batch.engines.longest
 
     def insert(self, job: Job, reading: Reading, at: int) -> None:
         """Put a row that was read or parked into the batch."""
@@ -108,13 +108,16 @@ class Chunks:
         group, start = self._sized(list(jobs.values())), time.perf_counter()
         for job in jobs.values():
             job.note_gap(is_plain=not group.drafts)
-        rows, nodes = self._batch.rows, self._batch.tree_of(group).n_nodes
+        rows = self._batch.rows
+        nodes = self._batch.engines.of_steps(group, rows).tree.n_nodes
         costs = self._ladder.costs[self._group]
         seconds = costs.measured(rows, nodes) or PACE / FEW_STEPS
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
         short_steps = min(FEW_STEPS, steps)
-        progress, tree = self._batch.run(status_B, group, steps, short_steps, guides)
+        progress, tree = self._batch.run(
+            status_B, group, steps, short_steps, guides, self._threads
+        )
         size = self._batch.slots, tree, self._group, rows
         self.pending.append(Pending(progress, jobs, *size, start))
         return True
@@ -122,10 +125,11 @@ class Chunks:
     def _sized(self, jobs: list[Job]) -> Group:
         """Return the group of these requests with the size of tree that the ladder chooses."""
         batch, group, ladder = self._batch, self._group, self._ladder
-        if not (group.drafts and batch.text_is_free(group) and len(batch.sizes) > 1):
+        engines = batch.engines
+        if not (group.drafts and engines.text_is_free(group) and len(engines.sizes) > 1):
             return group
-        sized = {tree.n_nodes: group._replace(nodes=tree.n_nodes) for tree in batch.sizes}
-        first = batch.tree_of(group).n_nodes
+        sized = {tree.n_nodes: group._replace(nodes=tree.n_nodes) for tree in engines.sizes}
+        first = engines.of_steps(group, batch.rows).tree.n_nodes
         sized[first] = group  # whose programs are compiled
         size = batch.rows, batch.slots
         ready = [nodes for nodes in sized if self._room.known(sized[nodes], *size)]

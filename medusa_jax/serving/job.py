@@ -55,6 +55,16 @@ class Group(NamedTuple):
         """Whether they draft."""
         return self.nodes != PLAIN
 
+    @property
+    def acceptance(self) -> str:
+        """The rule of their engine, which also draws first tokens; "sampled" is greedy at temperature 0."""
+        return "sampled" if self.rule == "auto" else self.rule
+
+    @property
+    def by_drafts(self) -> bool:
+        """Whether the rule reads drafts."""
+        return RULES[self.acceptance].by_drafts
+
     def __str__(self) -> str:
         names = {
             "drafts" if self.drafts else "no drafts": True,

@@ -88,7 +88,7 @@ class Jobs:
         """
         assert job.row is not None
         row = self.rows[job.row]
-        row.keep(*job.cached(slots - self._batch.widest))
+        row.keep(*job.cached(slots - self._batch.engines.widest))
         row.job, row.used, job.row = None, self.turn, None
 
     def unpark(self, job: Job) -> None:

@@ -74,7 +74,7 @@ class Room:
         """Change the size of the batch; with fewer slots, rows keep less of their texts."""
         if slots < self.batch.slots:
             for row in self.jobs.rows:
-                row.keep(row.cached[: slots - self.batch.widest], row.drafted)
+                row.keep(row.cached[: slots - self.batch.engines.widest], row.drafted)
         for row in self.jobs.rows[n_rows:]:
             row.keep(row.cached[:0], 0)
         self.batch.fit(n_rows, slots)

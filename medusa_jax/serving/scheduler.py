@@ -19,6 +19,7 @@ from medusa_jax.api import Model
 from medusa_jax.api.tree_choice import tokens_of
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.chunks import PACE, Chunks
+from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs, tell
@@ -56,11 +57,11 @@ class Scheduler:
         threads: GuideThreads | None = None,
     ) -> None:
         piece = piece or model.llama.kernels.prompt_piece
-        self._batch = batch = Batch(model, trees, most_new, piece)
-        batch.threads = threads
+        engines = Engines(model, trees)
+        self._batch = batch = Batch(engines, most_new, piece)
         self._jobs = jobs = Jobs(batch, max(trees))
         self._room = room = Room(batch, jobs, sorted(trees), programs)
-        ladder = Ladder(batch.sizes, tokens_of(batch.sizes, model.calibrated), PACE)
+        ladder = Ladder(engines.sizes, tokens_of(engines.sizes, model.calibrated), PACE)
         self._chunks = chunks = Chunks(batch, jobs, room, chunk_steps, ladder, threads)
         self._reader = PromptReader(batch, jobs, room, chunks, piece)
         self._preemption = Preemption(batch, jobs, room, chunks)

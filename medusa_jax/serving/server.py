@@ -12,6 +12,7 @@ from medusa_jax.console import log
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.echo import LEAST_SLOTS
+from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import BASE, LIKELY, SCORING, Group, Job, make_job
 from medusa_jax.serving.programs import Compiler, Programs
@@ -80,7 +81,7 @@ class Server:
         self._arrivals: dict[float, int] = {}  # numbers of requests by their time
         piece = more.get("piece") or model.llama.kernels.prompt_piece
         self._compiler = Compiler(
-            lambda: Batch(model, self._trees, self.most_new, piece),
+            lambda: Batch(Engines(model, self._trees), self.most_new, piece),
             self._notify,
             lambda: self.idle,
         )

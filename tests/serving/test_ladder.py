@@ -11,6 +11,7 @@ from turns import TREE, InPlace, check, run
 from medusa_jax import Options, Tree
 from medusa_jax.api import Result
 from medusa_jax.serving import Request
+from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply
 from medusa_jax.serving.job import BATCH_TREE, PLAIN, Group, Job
@@ -135,8 +136,8 @@ def test_no_text_depends_on_the_sizes(model, monkeypatch):
 
 def test_rules_that_read_drafts_keep_one_tree(model, monkeypatch):
     monkeypatch.setattr(model, "chooses", True)
-    batch = turns.scheduler_of(model, {1: TREE})._batch
-    assert batch.text_is_free(Group())
+    engines = Engines(model, {1: TREE})
+    assert engines.text_is_free(Group())
     rules = [Group(rule=rule) for rule in ("typical", "rejection")]
     others = [*rules, Group(constrained=True), Group(predicted=True)]
-    assert not any(map(batch.text_is_free, others))
+    assert not any(map(engines.text_is_free, others))

@@ -22,6 +22,7 @@ from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.serving import Request, batch
 from medusa_jax.serving.chunks import FEW_STEPS
+from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.job import make_job
 from medusa_jax.serving.request import Handle, TooLong
 
@@ -82,7 +83,7 @@ def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
     assert rows == {2, 3} and slots >= {128, 256}
     assert drafts == {True, False} and nodes == {1, TREE.n_nodes}
     for rows, _, drafts, nodes in seen:
-        assert nodes == (scheduler._batch.trees[rows].n_nodes if drafts else 1)
+        assert nodes == (scheduler._batch.engines.trees[rows].n_nodes if drafts else 1)
     assert scheduler.busy == scheduler.waiting == 0
     reused = [client.deltas[-1].ending.reused_tokens for client in clients]
     longest = model.encode(LONG)
@@ -245,12 +246,13 @@ def test_a_step_has_room_for_the_tree_and_for_the_drafters_own_rows(monkeypatch)
     monkeypatch.setattr(rows, "idle", idle)
     model = SimpleNamespace(engine=engine, variables_by=None, chooses=False)
     tree, extra = drafter.default_tree, len(drafter.window[0])
-    made = batch.Batch(model, {1: Tree.none(), 2: tree}, 100, 32)
-    assert made.widest == tree.n_nodes + extra > tree.n_nodes
-    assert made.longest == tree.path_length > 1
-    assert made._state.outputs >= 100 + made.longest
-    assert made.slots_for(made.slots - made.widest) == made.slots
-    assert made.slots_for(made.slots - made.widest + 1) == 2 * made.slots
+    engines = Engines(model, {1: Tree.none(), 2: tree})
+    made, widest = batch.Batch(engines, 100, 32), engines.widest
+    assert widest == tree.n_nodes + extra > tree.n_nodes
+    assert engines.longest == tree.path_length > 1
+    assert made._state.outputs >= 100 + engines.longest
+    assert made.slots_for(made.slots - widest) == made.slots
+    assert made.slots_for(made.slots - widest + 1) == 2 * made.slots
 
 
 @pytest.mark.wide

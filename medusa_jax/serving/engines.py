@@ -1,0 +1,83 @@
+"""The engine of each group of rows, and the room that the trees of their steps need."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from medusa_jax.api import Model
+from medusa_jax.api.step_sizes import text_is_free
+from medusa_jax.decoding import constrained
+from medusa_jax.decoding.state import Engine
+from medusa_jax.heads.registry import no_drafter
+from medusa_jax.serving.echo import MOST_BEST
+from medusa_jax.serving.job import Group
+from medusa_jax.serving.ladder import ladder_sizes
+from medusa_jax.tree.tree import Tree, stand_in
+
+
+class Engines:
+    """The engines of one model.
+
+    Args:
+      trees: the tree for each number of rows.
+
+    Attributes:
+      model, trees: as given.
+      common: for all programs but those of a group.
+      with_logprobs: the same with log-probabilities.
+      sizes: trees that chunks may take instead.
+      widest: most tokens of one text in a pass; it needs as many free slots.
+      longest: most tokens that a step without constraints appends.
+    """
+
+    def __init__(self, model: Model, trees: Mapping[int, Tree]) -> None:
+        self.model, self.trees = model, dict(trees)
+        self.sizes = ladder_sizes(model, list(trees.values()))
+        all_trees = [*trees.values(), *self.sizes]
+        deepest = max(all_trees, key=lambda tree: tree.drafted.depth)
+        engine = model.engine(deepest, "sampled", sampled=True)
+        # Depends only on the tree's depth (`Engine.depth_only`), so all trees share all programs except the step.
+        # A tree with copies, so that all states have the text; but some drafters have their own step.
+        can_copy = engine.drafter.own_step is None
+        copies = Tree.copies(deepest.depth if can_copy else 0)
+        self.longest = stand_in([*all_trees, copies]).path_length
+        chain = Tree.copies(constrained.MANY if can_copy else 0)
+        self.common = replace(engine, tree=stand_in([*all_trees, copies, chain]))
+        n = min(MOST_BEST, engine.llama.config.vocab_size)
+        self.with_logprobs = replace(self.common, logprobs=n)
+        extra = self.common.free_slots - self.common.tree.n_nodes
+        self._copying = {
+            n: tree.with_copies(self.longest - 1) if can_copy else tree
+            for n, tree in trees.items()
+        }
+        sizes = [tree.n_nodes for tree in (*all_trees, *self._copying.values())]
+        if can_copy:  # of rows with constraints
+            sizes += [tree.drafted.n_nodes + constrained.MANY for tree in trees.values()]
+        self.widest = max(sizes) + extra
+
+    def of_prompts(self, group: Group) -> Engine:
+        """Return the engine that reads a group's prompts, with log-probabilities for all."""
+        return replace(self._of(group), logprobs=self.with_logprobs.logprobs)
+
+    def of_steps(self, group: Group, n_rows: int) -> Engine:
+        """Return the engine, with its tree, of a group's steps in a batch of so many rows."""
+        engine = self._of(group)
+        if not group.drafts:
+            drafter = no_drafter(engine.llama.config)
+            return replace(engine, tree=Tree.none(), drafter=drafter)
+        trees = self._copying if group.predicted else self.trees
+        sizes = {tree.n_nodes: tree for tree in self.sizes}
+        engine = replace(engine, tree=sizes.get(group.nodes, trees[n_rows]))
+        if group.constrained:
+            engine = constrained.with_runs(engine, not self.model.chooses)
+        return engine
+
+    def text_is_free(self, group: Group) -> bool:
+        """Whether a group's texts cannot depend on the trees of their steps."""
+        is_free = text_is_free(self._of(group), self.model.dtype)
+        return is_free and not (group.predicted or group.constrained)
+
+    def _of(self, group: Group) -> Engine:
+        engine = self.with_logprobs if group.logprobs else self.common
+        if group.constrained:  # as `Sampling.barred_B`
+            engine = replace(engine, no_repeat_ngram_size=0)
+        return replace(engine, acceptance=group.acceptance)
