@@ -129,8 +129,7 @@ def measure(
     names = ["ladder"]  # at first alone: a server that has run for a while
     while not runs["plain"] or time.monotonic() - began < seconds:
         for name in names:
-            for row in scheduler._jobs.rows:  # no prompt is in a cache
-                row.keep(row.cached[:0], 0)
+            scheduler._jobs.crop(0, 0)  # no prompt is in a cache
             scheduler._chunks._ladder = found[name].ladder or scheduler._chunks._ladder
             runs[name].append(found[name].speed(calls[:per_round], n))
         calls = [*calls[per_round:], *calls[:per_round]]

@@ -68,8 +68,7 @@ def run(flags: Flags) -> int:
             at = rng.randrange(len(text) // 4, len(text) - AFTER)
             for name in rng.sample(list(urls), len(urls)):
                 server._scheduler._chunks._ladder = ladders.get(name, ladders["plain"])
-                for row in server._scheduler._jobs.rows:  # no prompt is in a cache
-                    row.keep(row.cached[:0], 0)
+                server._scheduler._jobs.crop(0, 0)  # no prompt is in a cache
                 after = text[at + flags.keys :][:AFTER]
                 for key in range(flags.keys + 1):
                     took = answer(urls[name], text[max(0, at - BEFORE) : at + key], after)

@@ -87,7 +87,7 @@ class Chunks:
     def insert(self, job: Job, reading: Reading, at: int) -> None:
         """Put a row that was read or parked into the batch."""
         progress = self._batch.insert(reading, at)
-        self._jobs.rows[at].job, job.row = job, at
+        self._jobs.seat(job, at)
         job.length = max(job.length, len(job.prompt))
         self.pending.append(Pending(progress, {0: job}, self._batch.slots))
 

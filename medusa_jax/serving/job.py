@@ -104,7 +104,7 @@ class Job:
       length: text positions in the cache, likewise.
       steps_seen: decode steps, likewise.
       delivered_at: when its last part was delivered.
-      row: number of its row in the batch; None until its prompt has been read.
+      row: number of its row in the batch, which `Jobs` sets; None until its prompt has been read.
       reused, tree_nodes: as in `Ending`.
       depth: of the deepest tree of its steps.
       drafted: tokens of the prompt that the drafter has read; with a gap, of the text up to it.

@@ -15,13 +15,13 @@ from medusa_jax.serving.request import Stopped
 
 @dataclass
 class Row:
-    """The host's view of one row of the batch.
+    """The host's view of one row of the batch, which methods of `Jobs` alone change.
 
     Attributes:
       cached: tokens of the text in its cache, also after its request has ended.
       drafted: number of these that the drafter has read; plain decoding does not advance it.
       job: the request that occupies the row.
-      used: the turn in which the row last changed hands.
+      used: the turn in which a text was last left in the row.
     """
 
     cached: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -79,6 +79,38 @@ class Jobs:
 
         return min((i for i, row in enumerate(rows) if not row.job), key=loss)
 
+    def reserve(self, job: Job, at: int) -> None:
+        """Give a request a row while its prompt is read; `seat` or `unreserve` follows."""
+        self.rows[at].job = job
+
+    def unreserve(self, at: int) -> None:
+        """Take back a row whose request's prompt is not read on."""
+        self.rows[at].job = None
+
+    def seat(self, job: Job, at: int) -> None:
+        """Record that a row of the batch has a request's text, which was read or parked."""
+        row = self.rows[at]
+        row.job, job.row = job, at
+        row.keep(*job.cached(self._batch.slots))
+        self.unpark(job)
+
+    def leave(self, at: int, text: np.ndarray, drafted: int) -> None:
+        """Record the text that a row without a request has for reuse."""
+        row = self.rows[at]
+        row.keep(text, drafted)
+        row.job, row.used = None, self.turn
+
+    def crop(self, n_rows: int, slots: int) -> None:
+        """Forget what a batch of this size does not keep of the rows' texts."""
+        for at, row in enumerate(self.rows):
+            n = slots - self._batch.engines.widest if at < n_rows else 0
+            row.keep(row.cached[:n], row.drafted)
+
+    def park(self, job: Job, reading: Reading) -> None:
+        """Keep a request outside the batch; its row is free."""
+        self.parked.append((job, reading))
+        self.free(job, self._batch.slots)
+
     def free(self, job: Job, slots: int) -> None:
         """Take a request's row away; the row keeps its text for reuse.
 
@@ -87,9 +119,8 @@ class Jobs:
             text, or to the last slots if it is full.
         """
         assert job.row is not None
-        row = self.rows[job.row]
-        row.keep(*job.cached(slots - self._batch.engines.widest))
-        row.job, row.used, job.row = None, self.turn, None
+        self.leave(job.row, *job.cached(slots - self._batch.engines.widest))
+        job.row = None
 
     def unpark(self, job: Job) -> None:
         """Remove a request from the parked ones, if it is one of them."""

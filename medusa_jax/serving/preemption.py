@@ -55,8 +55,7 @@ class Preemption:
     def _park(self, jobs: Mapping[int, Job]) -> None:
         """Take these rows out of the batch, so that others can step."""
         for at, job in jobs.items():
-            self._jobs.parked.append((job, self._batch.take(at, job.group)))
-            self._jobs.free(job, self._batch.slots)
+            self._jobs.park(job, self._batch.take(at, job.group))
 
     def return_rows(self) -> bool:
         """Put parked rows back that fit now; returns whether any did."""
@@ -66,6 +65,4 @@ class Preemption:
                 self._room.fit(*self._room.size_with(job.length))
                 at = jobs.free_row([0] * self._batch.rows)
                 self._chunks.insert(job, reading, at)
-                jobs.rows[at].keep(*job.cached(self._batch.slots))
-                jobs.unpark(job)
         return len(jobs.parked) < n_parked

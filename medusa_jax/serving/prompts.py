@@ -50,7 +50,8 @@ class PromptReader:
             if not self._room.known(job.group, self._batch.rows, self._batch.slots):
                 # The batch has grown for others meanwhile: read the prompt again later.
                 self._jobs.waiting.appendleft(job)
-                self._jobs.rows[at].job = self.row_prompt = None
+                self._jobs.unreserve(at)
+                self.row_prompt = None
                 return any_read
             tokens_left -= self._batch.next_tokens(reading)
             if tokens_left < 0:
@@ -59,7 +60,6 @@ class PromptReader:
             any_read = True
             if reading.done:
                 self._chunks.insert(job, reading, at)
-                self._jobs.rows[at].keep(reading.prompt, job.drafted)
                 self.row_prompt = None
 
     def drop_cancelled(self) -> None:
@@ -70,13 +70,12 @@ class PromptReader:
         if not (self.row_prompt and self.row_prompt.job.handle.cancelled):
             return
         job, reading, at = self.row_prompt
-        row, batch = self._jobs.rows[at], self._batch
-        row.job = self.row_prompt = None
+        batch, self.row_prompt = self._batch, None
+        self._jobs.unreserve(at)
         was_read = reading.position > job.reused
         if was_read and self._room.known(job.group, batch.rows, batch.slots):
             batch.insert(reading, at)
-            row.keep(reading.prompt[: reading.position], job.drafted)
-            row.used = self._jobs.turn
+            self._jobs.leave(at, reading.prompt[: reading.position], job.drafted)
 
     def _begin(self) -> RowPrompt | None:
         """Give a row to the first request of the queue that can have one."""
@@ -105,5 +104,5 @@ class PromptReader:
         at, source = self._jobs.free_row(reused), int(np.argmax(reused))
         reading = batch.begin(job.decode, source, reused[source], job.group)
         job.begin(reading.position, rows[source].drafted)
-        rows[at].job = job
+        self._jobs.reserve(job, at)
         return RowPrompt(job, reading, at)

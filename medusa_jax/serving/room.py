@@ -72,11 +72,7 @@ class Room:
 
     def fit(self, n_rows: int, slots: int) -> None:
         """Change the size of the batch; with fewer slots, rows keep less of their texts."""
-        if slots < self.batch.slots:
-            for row in self.jobs.rows:
-                row.keep(row.cached[: slots - self.batch.engines.widest], row.drafted)
-        for row in self.jobs.rows[n_rows:]:
-            row.keep(row.cached[:0], 0)
+        self.jobs.crop(n_rows, slots)
         self.batch.fit(n_rows, slots)
 
     def shrink(self, lengths: Mapping[int, int], margin: int) -> None:

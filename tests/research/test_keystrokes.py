@@ -24,7 +24,6 @@ def test_requests_grow_by_a_character_and_the_first_of_a_place_is_not_counted(
     threading.Thread(target=http.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{http.server_port}"
     server = Mock()
-    server._scheduler._jobs.rows = []
     for name in ("use_compilation_cache", "load_model", "gguf_file", "ladder_of"):
         monkeypatch.setattr(keystrokes, name, Mock())
     peer = Mock(listening_address=url)
