@@ -100,7 +100,7 @@ class Batch:
         """Return the slots that a step needs for a text of this length."""
         return power_of_two(length + self.engines.widest, LEAST_SLOTS)
 
-    def fit(self, n_rows: int, slots: int) -> None:
+    def resize(self, n_rows: int, slots: int) -> None:
         """Change the number of rows and slots; rows beyond the new number are lost.
 
         Rows are moved one by one, so that programs are needed per size, not per pair of sizes.
@@ -274,7 +274,7 @@ class Batch:
             echo_of(self.engines.model, "", [0] * min(piece + 2, slots), 0, piece, slots)
             return
         self.restart()
-        self.fit(n_rows, slots)
+        self.resize(n_rows, slots)
         # The shortest prompts that begin with a piece of each size.
         lengths = [1, *(4 * size + 1 for size in self._pieces[:-1])]
         for length in (n for n in lengths if self.slots_for(n) <= slots):

@@ -75,7 +75,7 @@ class Chunks:
         self.finished = 0
         self._group = Group(rule="")  # before all others
         self._ladder = ladder
-        self._wanted: set[Programs] = set()  # of faster sizes
+        self._queued: set[Programs] = set()  # of faster sizes
         self._ended_at = 0.0  # when the last chunk was seen to end
 
     @property
@@ -97,7 +97,7 @@ class Chunks:
         # A row whose masks are late skips the chunk.
         on_time = {i: job for i, job in running.items() if not self._is_late(job)}
         groups = sorted({job.group for job in on_time.values()})
-        groups = [group for group in groups if self._can_step(group)]
+        groups = [group for group in groups if self._ready_or_refuse(group)]
         if not groups:
             return False
         self._group = next((g for g in groups if g > self._group), groups[0])
@@ -132,25 +132,25 @@ class Chunks:
         first = engines.of_steps(group, batch.rows).tree.n_nodes
         sized[first] = group  # whose programs are compiled
         size = batch.rows, batch.slots
-        ready = [nodes for nodes in sized if self._room.known(sized[nodes], *size)]
+        ready = [nodes for nodes in sized if self._room.is_ready(sized[nodes], *size)]
         for job in jobs:
             job.counts_3L = ladder.begin() if job.counts_3L is None else job.counts_3L
         counts_R3L = [job.counts_3L for job in jobs if job.counts_3L is not None]
         nodes, fastest = ladder.choose(group, batch.rows, first, counts_R3L, ready)
         wanted = Programs(sized[fastest], *size)
-        if fastest not in ready and wanted not in self._wanted:
-            self._wanted.add(wanted)
-            self._room.programs.want(wanted)
+        if fastest not in ready and wanted not in self._queued:
+            self._queued.add(wanted)
+            self._room.programs.queue(wanted)
         return sized[nodes]
 
     def _is_late(self, job: Job) -> bool:
         return bool(job.guide and self._threads and self._threads.late(job.guide))
 
-    def _can_step(self, group: Group) -> bool:
-        """Return whether a group's programs are ready; fail its requests if they cannot be compiled."""
-        batch = self._batch
+    def _ready_or_refuse(self, group: Group) -> bool:
+        """Return whether a group's programs are ready; if not, queue them, or fail its requests."""
+        programs = Programs(group, self._batch.rows, self._batch.slots)
         try:
-            return self._room.programs.ready(Programs(group, batch.rows, batch.slots))
+            return self._room.programs.ready_or_queue(programs)
         except NotCompiled as error:
             jobs = self._jobs.running.values()
             self._jobs.refuse([job for job in jobs if job.group == group], error)

@@ -43,12 +43,12 @@ class Preemption:
         slots = max(batch.slots_for(job.length) for job in jobs.values())
         groups = {job.group for job in jobs.values()}
         try:
-            compiled = [self._room.ready(group, batch.rows, slots) for group in groups]
+            compiled = [self._room.ready_or_queue(g, batch.rows, slots) for g in groups]
         except NotCompiled as error:
             self._jobs.refuse(jobs.values(), error)
             return
         if all(compiled):
-            self._room.fit(batch.rows, slots)
+            self._room.resize(batch.rows, slots)
         else:
             self._park(jobs)
 
@@ -61,8 +61,8 @@ class Preemption:
         """Put parked rows back that fit now; returns whether any did."""
         jobs, n_parked = self._jobs, len(self._jobs.parked)
         for job, reading in list(jobs.parked):
-            if self._room.fits(job, job.length):
-                self._room.fit(*self._room.size_with(job.length))
+            if self._room.admit_or_refuse(job, job.length):
+                self._room.resize(*self._room.size_for(job.length))
                 at = jobs.free_row([0] * self._batch.rows)
                 self._chunks.insert(job, reading, at)
         return len(jobs.parked) < n_parked

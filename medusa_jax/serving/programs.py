@@ -62,7 +62,7 @@ class Compiler:
         self._make_batch, self._changed, self._idle = make_batch, changed, idle
         self._ready: set[Programs] = set()
         self._failed: dict[Programs, tuple[float, str]] = {}
-        self._wanted: list[Programs] = []  # requests wait for these
+        self._queued: list[Programs] = []  # requests wait for these
         self._plan: list[Programs] = []  # ahead of any request
         self._batch: Batch | None = None
         self._closed = False
@@ -71,7 +71,7 @@ class Compiler:
         self._thread = threading.Thread(target=self._run, name="compiling", daemon=True)
         self._thread.start()
 
-    def ready(self, programs: Programs) -> bool:
+    def ready_or_queue(self, programs: Programs) -> bool:
         """Return whether these are compiled; if not, queue them ahead of planned ones.
 
         Raises:
@@ -83,25 +83,25 @@ class Compiler:
             at, reason = self._failed.get(programs, (0.0, ""))
             if reason and time.monotonic() - at < RETRY_SECONDS:
                 raise NotCompiled(reason)
-            if programs not in self._wanted:
+            if programs not in self._queued:
                 log(f"compiling, a call waits: {programs}")
-                self._wanted.append(programs)
-                self._wanted.sort(key=lambda key: key.group != BASE)
+                self._queued.append(programs)
+                self._queued.sort(key=lambda key: key.group != BASE)
                 self._wake.notify_all()
         return programs in self._ready
 
-    def want(self, programs: Programs) -> None:
+    def queue(self, programs: Programs) -> None:
         """Compile these before planned ones."""
         with self._wake:
-            self._wanted.append(programs)
+            self._queued.append(programs)
             self._wake.notify_all()
 
-    def wanted(self, programs: Programs) -> bool:
-        """Return whether these have yet to be compiled, and `want` or a request has queued them."""
-        return programs in self._wanted
+    def is_queued(self, programs: Programs) -> bool:
+        """Return whether these have yet to be compiled, and are queued."""
+        return programs in self._queued
 
-    def known(self, programs: Programs) -> bool:
-        """Return whether these are compiled, without queueing them."""
+    def is_ready(self, programs: Programs) -> bool:
+        """Return whether these are compiled."""
         return programs in self._ready
 
     def plan(self, programs: Iterable[Programs]) -> None:
@@ -116,11 +116,12 @@ class Compiler:
             self._wake.notify_all()
 
     def wait(self, programs: Programs | None = None) -> None:
-        """Wait until these are not wanted any more, by default until no planned programs are left."""
+        """Wait until these are not queued any more, by default until no planned programs are left."""
+
+        def left() -> bool:
+            return self.is_queued(programs) if programs else bool(self._plan)
+
         with self._wake:
-            left = (
-                (lambda: self.wanted(programs)) if programs else (lambda: bool(self._plan))
-            )
             self._wake.wait_for(lambda: not left() or self._closed)
 
     def close(self) -> None:
@@ -132,8 +133,8 @@ class Compiler:
 
     def _next(self) -> Programs | None:
         """Return the programs to compile now, if any."""
-        if self._wanted:
-            return self._wanted[0]
+        if self._queued:
+            return self._queued[0]
         return self._plan[0] if self._plan and self._idle() else None
 
     def _run(self) -> None:
@@ -143,14 +144,14 @@ class Compiler:
                 if not self._next():
                     self._batch, is_planned = None, False  # frees its memory
                 self._wake.wait_for(lambda: self._closed or self._next())
-                if not (self._wanted or is_planned):
+                if not (self._queued or is_planned):
                     self._wake.wait_for(
-                        lambda: self._closed or self._wanted, SETTLE_SECONDS
+                        lambda: self._closed or self._queued, SETTLE_SECONDS
                     )
                 if self._closed:
                     return
                 programs = self._next()
-                is_planned = not self._wanted
+                is_planned = not self._queued
             if not programs:
                 continue  # a request has come
             start = time.monotonic()
@@ -179,7 +180,7 @@ class Compiler:
             return_memory()
 
     def _settle(self, programs: Programs, reason: str, seconds: float) -> None:
-        is_wanted, is_planned = programs in self._wanted, programs in self._plan
+        is_queued, is_planned = programs in self._queued, programs in self._plan
         if reason:
             log(f"warning: not compiled: {programs}: {reason}")
             self._failed[programs] = time.monotonic(), reason
@@ -187,10 +188,10 @@ class Compiler:
         else:
             self._ready.add(programs)
             self.failures = 0
-            if is_wanted or seconds > WORTH_A_LINE:
+            if is_queued or seconds > WORTH_A_LINE:
                 log(f"compiled in {seconds:.1f} s: {programs}")
-        if is_wanted:
-            self._wanted.remove(programs)
+        if is_queued:
+            self._queued.remove(programs)
         if is_planned:
             self._plan.remove(programs)
             if reason:

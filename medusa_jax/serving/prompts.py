@@ -47,7 +47,7 @@ class PromptReader:
             if self.row_prompt is None:
                 return any_read
             job, reading, at = self.row_prompt
-            if not self._room.known(job.group, self._batch.rows, self._batch.slots):
+            if not self._room.is_ready(job.group, self._batch.rows, self._batch.slots):
                 # The batch has grown for others meanwhile: read the prompt again later.
                 self._jobs.waiting.appendleft(job)
                 self._jobs.unreserve(at)
@@ -73,16 +73,16 @@ class PromptReader:
         batch, self.row_prompt = self._batch, None
         self._jobs.unreserve(at)
         was_read = reading.position > job.reused
-        if was_read and self._room.known(job.group, batch.rows, batch.slots):
+        if was_read and self._room.is_ready(job.group, batch.rows, batch.slots):
             batch.insert(reading, at)
             self._jobs.leave(at, reading.prompt[: reading.position], job.drafted)
 
     def _begin(self) -> RowPrompt | None:
         """Give a row to the first request of the queue that can have one."""
-        if not self._room.size_with(0)[0]:
+        if not self._room.size_for(0)[0]:
             return None
-        jobs = list(self._jobs.waiting)  # `fits` may refuse some
-        fitting = (job for job in jobs if self._room.fits(job, len(job.prompt)))
+        jobs = list(self._jobs.waiting)  # `admit_or_refuse` removes some
+        fitting = (job for job in jobs if self._room.admit_or_refuse(job, len(job.prompt)))
         job = next(fitting, None)
         if job is None:
             return None
@@ -96,7 +96,7 @@ class PromptReader:
     def _begin_in_row(self, job: Job) -> RowPrompt:
         """Give a request the row that loses least, and the start that its prompt shares with any row."""
         batch, prompt = self._batch, np.array(job.prompt, np.int32)
-        self._room.fit(*self._room.size_with(len(prompt)))
+        self._room.resize(*self._room.size_for(len(prompt)))
         rows = self._jobs.rows[: batch.rows]
         # With drafts, the drafter must have read the shared start too.
         lengths = [row.drafted if job.request.drafts else len(row.cached) for row in rows]

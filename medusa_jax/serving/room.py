@@ -26,7 +26,7 @@ class Room:
         self.batch, self.jobs, self.sizes, self.programs = batch, jobs, sizes, programs
         self._roomy = 0  # consecutive turns that needed less
 
-    def size_with(self, length: int) -> tuple[int, int]:
+    def size_for(self, length: int) -> tuple[int, int]:
         """Return the size for one more text of this length; 0 rows if all are occupied."""
         batch = self.batch
         n_rows = batch.rows
@@ -34,8 +34,8 @@ class Room:
             n_rows = next((n for n in self.sizes if n > n_rows), 0)
         return n_rows, max(batch.slots, batch.slots_for(length))
 
-    def ready(self, group: Group, n_rows: int, slots: int) -> bool:
-        """Return whether programs for this group and for `BASE` requests are ready at this size.
+    def ready_or_queue(self, group: Group, n_rows: int, slots: int) -> bool:
+        """Return whether programs for this group and `BASE` are ready at this size; if not, queue them.
 
         The cache grows only once `BASE` requests have programs at the new number of slots for every number
         of rows that they have now. Otherwise the next request would wait.
@@ -47,33 +47,33 @@ class Room:
         if (n_rows, slots) != (batch.rows, batch.slots):
             needed.add(Programs(BASE, n_rows, slots))
         if slots > batch.slots:
-            sizes = [n for n in self.sizes if self.known(BASE, n, batch.slots)]
+            sizes = [n for n in self.sizes if self.is_ready(BASE, n, batch.slots)]
             needed |= {Programs(BASE, n, slots) for n in sizes}
-        compiled = [self.programs.ready(p) for p in sorted(needed)]  # queues all
+        compiled = [self.programs.ready_or_queue(p) for p in sorted(needed)]  # queues all
         return all(compiled)
 
-    def fits(self, job: Job, length: int) -> bool:
+    def admit_or_refuse(self, job: Job, length: int) -> bool:
         """Return whether a request with a text of this length can have a row now.
 
         A request for which no row can ever have programs is refused.
         """
-        n_rows, slots = self.size_with(length)
+        n_rows, slots = self.size_for(length)
         try:
-            return bool(n_rows) and self.ready(job.group, n_rows, slots)
+            return bool(n_rows) and self.ready_or_queue(job.group, n_rows, slots)
         except NotCompiled as error:
             # If only a larger batch fails to compile, the request can wait for an existing row.
             if n_rows == self.batch.rows or slots > self.batch.slots:
                 self.jobs.refuse([job], error)
             return False
 
-    def known(self, group: Group, n_rows: int, slots: int) -> bool:
-        """Return whether programs are ready, without queueing them."""
-        return self.programs.known(Programs(group, n_rows, slots))
+    def is_ready(self, group: Group, n_rows: int, slots: int) -> bool:
+        """Return whether a group's programs are ready at this size."""
+        return self.programs.is_ready(Programs(group, n_rows, slots))
 
-    def fit(self, n_rows: int, slots: int) -> None:
+    def resize(self, n_rows: int, slots: int) -> None:
         """Change the size of the batch; with fewer slots, rows keep less of their texts."""
         self.jobs.crop(n_rows, slots)
-        self.batch.fit(n_rows, slots)
+        self.batch.resize(n_rows, slots)
 
     def shrink(self, lengths: Mapping[int, int], margin: int) -> None:
         """Shrink to the rows and slots in use, after `PATIENCE` turns that needed less.
@@ -88,8 +88,8 @@ class Room:
         fewer = n_rows < batch.rows or slots < batch.slots
         self._roomy = self._roomy + 1 if fewer else 0
         groups = {BASE, *(row.job.group for row in self.jobs.rows if row.job)}
-        if self._roomy >= PATIENCE and all(self.known(g, n_rows, slots) for g in groups):
-            self.fit(n_rows, slots)
+        if self._roomy >= PATIENCE and all(self.is_ready(g, n_rows, slots) for g in groups):
+            self.resize(n_rows, slots)
             self._roomy = 0
 
     def restart(self) -> None:

@@ -147,7 +147,7 @@ class Server:
     @property
     def ready(self) -> bool:
         """Whether a first request need not wait for what `prepare` compiles."""
-        return not self._compiler.wanted(self._first)
+        return not self._compiler.is_queued(self._first)
 
     @property
     def failed(self) -> bool:
@@ -251,7 +251,7 @@ class Server:
 
     def prepare(self, then: Callable[[], None]) -> None:
         """Compile the programs of a first request before all others; `then` is called after that, in a thread."""
-        self._compiler.want(self._first)
+        self._compiler.queue(self._first)
 
         def wait() -> None:
             self._compiler.wait(self._first)

@@ -86,17 +86,17 @@ def test_figures_of_drafts_are_of_the_steps_that_had_any():
         assert figures.get("mean_acceptance_length", 1) == 1 + np.mean(by_step or [0])
 
 
-class Wanting(InPlace):
-    """Programs of sizes are ready once they were wanted."""
+class Queueing(InPlace):
+    """Programs of sizes are ready once they were queued."""
 
     def __init__(self):
-        self.wanted = []
+        self.queued = []
 
-    def known(self, asked):
-        return asked.group.nodes <= PLAIN or asked in self.wanted
+    def is_ready(self, asked):
+        return asked.group.nodes <= PLAIN or asked in self.queued
 
-    def want(self, programs):
-        self.wanted.append(programs)
+    def queue(self, programs):
+        self.queued.append(programs)
 
 
 @pytest.mark.wide
@@ -105,7 +105,7 @@ def test_no_text_depends_on_the_sizes(model, monkeypatch):
     """A random one for each chunk, plain steps among them; a prompt is read again where the drafter has a gap."""
     monkeypatch.setattr(model, "chooses", True)
     assert [tree.n_nodes for tree in ladder_sizes(model, [TREE])] == [1, 2, 4, 5]
-    programs, rng = Wanting(), random.Random(0)
+    programs, rng = Queueing(), random.Random(0)
     taken = turns.scheduler_of(model, {2: TREE}, programs)
     ran, true = [], taken._batch.run
 
@@ -113,7 +113,7 @@ def test_no_text_depends_on_the_sizes(model, monkeypatch):
         return rng.choice(ready), rng.choice([1, 2, 4])
 
     def running(status_B, group, *rest):
-        assert programs.known(Programs(group, taken._batch.rows, taken._batch.slots))
+        assert programs.is_ready(Programs(group, taken._batch.rows, taken._batch.slots))
         ran.append(group.nodes)
         return true(status_B, group, *rest)
 

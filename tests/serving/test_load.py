@@ -146,14 +146,14 @@ def test_who_waits_comes_before_what_is_planned():
     wanted = Programs(Group(PLAIN), 1, 128)
     compiler.plan([first, second, third])
     until(lambda: recorded.begun == [first])
-    assert not compiler.ready(wanted) and not compiler.ready(second)
+    assert not compiler.ready_or_queue(wanted) and not compiler.ready_or_queue(second)
     for _ in range(4):
         recorded.may.release()
     compiler.wait()
-    until(lambda: compiler.known(third))
+    until(lambda: compiler.is_ready(third))
     # Ordinary requests first: others must not keep them waiting with what only they need.
     assert recorded.done == [first, second, wanted, third]
-    assert compiler.ready(wanted)
+    assert compiler.ready_or_queue(wanted)
     compiler.close()
 
 
@@ -165,8 +165,8 @@ def test_planned_programs_wait_until_the_server_is_idle(capfd):
     for _ in range(2):
         recorded.may.release()
     compiler.plan([first])
-    assert not compiler.ready(wanted)
-    until(lambda: compiler.known(wanted))
+    assert not compiler.ready_or_queue(wanted)
+    until(lambda: compiler.is_ready(wanted))
     time.sleep(0.05)
     assert recorded.done == [wanted]
     busy[0] = False
@@ -187,7 +187,7 @@ def test_what_failed_is_tried_again_later(monkeypatch):
 
     def fails():
         try:
-            return compiler.ready(asked)
+            return compiler.ready_or_queue(asked)
         except NotCompiled as error:
             return str(error) == "no memory"
 
@@ -195,7 +195,7 @@ def test_what_failed_is_tried_again_later(monkeypatch):
     compiler._make_batch = Recorded
     monkeypatch.setattr(Recorded, "compile", lambda *asked: None)
     monkeypatch.setattr(programs, "RETRY_SECONDS", 0.0)
-    until(lambda: compiler.ready(asked))
+    until(lambda: compiler.ready_or_queue(asked))
     compiler.close()
 
 

@@ -31,8 +31,8 @@ def make(model, monkeypatch):
         def checked(true):
             def call(*given):
                 group = getattr(given[0], "group", None) or given[1]
-                known = made._room.programs.known
-                assert known(Programs(group, device.rows, device.slots))
+                is_ready = made._room.programs.is_ready
+                assert is_ready(Programs(group, device.rows, device.slots))
                 return true(*given)
 
             return call
@@ -228,7 +228,9 @@ def test_what_plain_decoding_wrote_is_no_start_for_drafts(model, make):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("call", ["fit", "begin", "next_tokens", "read", "insert", "run"])
+@pytest.mark.parametrize(
+    "call", ["resize", "begin", "next_tokens", "read", "insert", "run"]
+)
 def test_everybody_is_told_whatever_raised(model, make, call, number, monkeypatch):
     """Also the request that was about to get its row; each once. Those that wait are answered by new rows."""
     for going_on in (False, True):

@@ -19,10 +19,10 @@ TREES, PIECE = {2: TREE, 3: Tree.none()}, 64
 class InPlace:
     """Programs that are compiled where they are first needed."""
 
-    def ready(self, programs):
+    def ready_or_queue(self, programs):
         return True
 
-    known = ready
+    is_ready = ready_or_queue
 
 
 class Delayed:
@@ -31,13 +31,13 @@ class Delayed:
     def __init__(self, rng, most_turns):
         self.rng, self.most_turns, self.left, self.failing = rng, most_turns, {}, set()
 
-    def ready(self, asked):
+    def ready_or_queue(self, asked):
         if asked in self.failing:
             raise NotCompiled("out of memory")
         self.left.setdefault(asked, self.rng.randrange(1, self.most_turns))
-        return self.known(asked)
+        return self.is_ready(asked)
 
-    def known(self, asked):
+    def is_ready(self, asked):
         return self.left.get(asked, 1) <= 0
 
     def a_turn_later(self):
