@@ -63,11 +63,10 @@ class Batch:
     """Rows that take their steps together, identified by their numbers.
 
     Args:
-      engines: of the groups of rows; a batch has as many rows as one of their trees.
-      most_new: most new tokens of a row.
-      piece: most tokens of a piece of a prompt, a power of two.
+      most_new, piece: as for `Scheduler`.
 
     Attributes:
+      engines: of the groups of rows.
       rows, slots: current size; each pair has its own programs.
     """
 
@@ -92,9 +91,8 @@ class Batch:
             del self._state  # frees its memory before the next is allocated
         self.rows, self.slots = n_rows, slots
         self._extras = BatchExtras(self.engines.with_logprobs, n_rows, self._sizes.outputs)
-        self._state = placed(
-            self._engine.llama.mesh, rows.idle(self._engine, self._sizes, n_rows, slots)
-        )
+        idle = rows.idle(self._engine, self._sizes, n_rows, slots)
+        self._state = placed(self._engine.llama.mesh, idle)
 
     def slots_for(self, length: int) -> int:
         """Return the slots that a step needs for a text of this length."""
@@ -137,13 +135,10 @@ class Batch:
         row = rows.take_row(self._engine, self._state, np.int32(source))
         # Prompts are read with log-probabilities for all, since a second program would cost seconds.
         room = rows.empty_extras(self.engines.with_logprobs, row.tokens_BO)
-        row = rows.begin_row(
-            self._engine,
-            row.replace(
-                logprobs=room.logprobs, predicted_BP=self._predicted(request, group)
-            ),
-            row_options(request, self._engine.llama.config.vocab_size, STOPS),
-        )
+        predicted_BP = self._predicted(request, group)
+        row = row.replace(logprobs=room.logprobs, predicted_BP=predicted_BP)
+        options = row_options(request, self._engine.llama.config.vocab_size, STOPS)
+        row = rows.begin_row(self._engine, row, options)
         # Drafters pair a position with the next token, so the last shared token is read again.
         position, n = max(0, reused - 1), len(request.prompts[0])
         if self._tokens_read(n - position) == self._tokens_read(n):
@@ -222,22 +217,17 @@ class Batch:
 
         Returns: the progress after the chunk, and the tree of its steps.
         """
-        engine = self.engines.of_steps(group, self.rows)
-        status_B, chunk_steps = rows.run_only(
-            self._engine,
-            self._state.status_B,
-            wanted_B,
-            np.int32(steps),
-            np.int32(few_steps),
-        )
-        state = self._state.replace(status_B=status_B)
+        engine, state = self.engines.of_steps(group, self.rows), self._state
+        most = np.int32(steps), np.int32(few_steps)
+        status_B, most_steps = rows.run_only(self._engine, state.status_B, wanted_B, *most)
+        state = state.replace(status_B=status_B)
         state = rows.with_extras(state, self._extras.of_group(group))
         if group.constrained:
             steps = 1 if (wanted_B == PAUSED).any() else few_steps
             state, progress = self._constrained_steps(engine, state, guides, workers, steps)
         else:
             variables = self._variables_by(engine.acceptance)
-            state, progress = decode_loop(engine, variables, state, chunk_steps, True)
+            state, progress = decode_loop(engine, variables, state, most_steps, True)
         self._state, extras = rows.split_extras(state)
         self._extras.store(extras)
         return progress, engine.tree
@@ -254,9 +244,8 @@ class Batch:
             return constrained.step_sizes(engine, variables, state)
         inputs = constrained.host_inputs(engine, variables, state)
         for n in range(max(1, steps)):
-            status_B, length_B = (
-                np.asarray(x) for x in (inputs.progress.status_B, inputs.progress.length_B)
-            )
+            status_B = np.asarray(inputs.progress.status_B)
+            length_B = np.asarray(inputs.progress.length_B)
             alive_B = (status_B == RUNNING) | (status_B == PAUSED)
             longest = length_B[alive_B].max(initial=0)
             ended = any(status_B[row] != RUNNING for row in guides)

@@ -114,10 +114,8 @@ class Chunks:
         seconds = costs.measured(rows, nodes) or PACE / FEW_STEPS
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
-        short_steps = min(FEW_STEPS, steps)
-        progress, tree = self._batch.run(
-            status_B, group, steps, short_steps, guides, self._threads
-        )
+        most = steps, min(FEW_STEPS, steps)
+        progress, tree = self._batch.run(status_B, group, *most, guides, self._threads)
         size = self._batch.slots, tree, self._group, rows
         self.pending.append(Pending(progress, jobs, *size, start))
         return True

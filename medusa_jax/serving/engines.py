@@ -17,11 +17,8 @@ from medusa_jax.tree.tree import Tree, stand_in
 class Engines:
     """The engines of one model.
 
-    Args:
-      trees: the tree for each number of rows.
-
     Attributes:
-      model, trees: as given.
+      trees: the tree for each number of rows.
       common: for all programs but those of a group.
       with_logprobs: the same with log-probabilities.
       sizes: trees that chunks may take instead.
@@ -80,4 +77,6 @@ class Engines:
         engine = self.with_logprobs if group.logprobs else self.common
         if group.constrained:  # as `Sampling.barred_B`
             engine = replace(engine, no_repeat_ngram_size=0)
-        return replace(engine, acceptance=group.acceptance)
+        # Greedy at temperature 0.
+        rule = "sampled" if group.rule == "auto" else group.rule
+        return replace(engine, acceptance=rule)

@@ -56,14 +56,9 @@ class Group(NamedTuple):
         return self.nodes != PLAIN
 
     @property
-    def acceptance(self) -> str:
-        """The rule of their engine, which also draws first tokens; "sampled" is greedy at temperature 0."""
-        return "sampled" if self.rule == "auto" else self.rule
-
-    @property
     def by_drafts(self) -> bool:
         """Whether the rule reads drafts."""
-        return RULES[self.acceptance].by_drafts
+        return self.rule != "auto" and RULES[self.rule].by_drafts
 
     def __str__(self) -> str:
         names = {
@@ -155,16 +150,15 @@ class Job:
         """Rows of one group can take a step together."""
         rule = self.request.acceptance
         rule = "auto" if rule in ("greedy", "sampled") else rule
-        # Other rules read drafts.
-        is_lossless = rule == "auto" or not RULES[rule].by_drafts
-        return Group(
+        group = Group(
             BATCH_TREE if self.request.drafts else PLAIN,
             rule,
             logprobs=self.options.logprobs is not None,
             penalties=any_penalties(self.decode.penalties),
             constrained=self.decode.guides is not None,
-            predicted=bool(self.request.predicted) and self.request.drafts and is_lossless,
         )
+        can_copy = group.drafts and not group.by_drafts
+        return group._replace(predicted=can_copy and bool(self.request.predicted))
 
     def begin(self, reused: int, drafted: int) -> None:
         """Record that reading its prompt begins.

@@ -47,7 +47,7 @@ class Jobs:
     def __init__(self, batch: Batch, n_rows: int) -> None:
         self._batch = batch
         self.waiting: deque[Job] = deque()
-        self.parked: list[tuple[Job, Reading]] = []
+        self.parked: dict[Job, Reading] = {}
         self.rows = [Row() for _ in range(n_rows)]
         self.turn = 0
 
@@ -60,8 +60,7 @@ class Jobs:
     @property
     def on_device(self) -> list[Job]:
         """Requests that are lost if the rows' state is lost."""
-        jobs = [row.job for row in self.rows if row.job]
-        return [*jobs, *(job for job, _ in self.parked if job not in jobs)]
+        return [*(row.job for row in self.rows if row.job), *self.parked]
 
     def free_row(self, lengths: list[int]) -> int:
         """Return the free row whose text is the smallest loss.
@@ -79,20 +78,16 @@ class Jobs:
 
         return min((i for i, row in enumerate(rows) if not row.job), key=loss)
 
-    def reserve(self, job: Job, at: int) -> None:
-        """Give a request a row while its prompt is read; `seat` or `unreserve` follows."""
+    def reserve(self, job: Job | None, at: int) -> None:
+        """Give a row to a request whose prompt is read from now on, or to none if it is not read on."""
         self.rows[at].job = job
-
-    def unreserve(self, at: int) -> None:
-        """Take back a row whose request's prompt is not read on."""
-        self.rows[at].job = None
 
     def seat(self, job: Job, at: int) -> None:
         """Record that a row of the batch has a request's text, which was read or parked."""
         row = self.rows[at]
         row.job, job.row = job, at
         row.keep(*job.cached(self._batch.slots))
-        self.unpark(job)
+        self.parked.pop(job, None)
 
     def leave(self, at: int, text: np.ndarray, drafted: int) -> None:
         """Record the text that a row without a request has for reuse."""
@@ -108,7 +103,7 @@ class Jobs:
 
     def park(self, job: Job, reading: Reading) -> None:
         """Keep a request outside the batch; its row is free."""
-        self.parked.append((job, reading))
+        self.parked[job] = reading
         self.free(job, self._batch.slots)
 
     def free(self, job: Job, slots: int) -> None:
@@ -122,10 +117,6 @@ class Jobs:
         self.leave(job.row, *job.cached(slots - self._batch.engines.widest))
         job.row = None
 
-    def unpark(self, job: Job) -> None:
-        """Remove a request from the parked ones, if it is one of them."""
-        self.parked = [(j, reading) for j, reading in self.parked if j is not job]
-
     def refuse(self, jobs: Iterable[Job], error: NotCompiled) -> None:
         """Fail requests whose programs cannot be compiled."""
         for job in jobs:
@@ -133,22 +124,21 @@ class Jobs:
                 self.free(job, self._batch.slots)
             if job in self.waiting:
                 self.waiting.remove(job)
-            self.unpark(job)
+            self.parked.pop(job, None)
             tell([job], Stopped(f"no program for this request: {error}"))
 
     def drop_cancelled(self) -> None:
         """Drop requests that their clients have cancelled, except one whose prompt is being read."""
         self.waiting = deque(job for job in self.waiting if not job.handle.cancelled)
-        self.parked = [
-            (job, reading) for job, reading in self.parked if not job.handle.cancelled
-        ]
+        for job in [job for job in self.parked if job.handle.cancelled]:
+            del self.parked[job]
         for job in self.running.values():
             if job.handle.cancelled:
                 self.free(job, self._batch.slots)
 
     def forget_rows(self) -> None:
         """Forget every row's request and text, and the parked ones."""
-        self.parked = []
+        self.parked.clear()
         self.rows[:] = [Row() for _ in self.rows]
 
 

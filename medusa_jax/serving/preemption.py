@@ -50,17 +50,13 @@ class Preemption:
         if all(compiled):
             self._room.resize(batch.rows, slots)
         else:
-            self._park(jobs)
-
-    def _park(self, jobs: Mapping[int, Job]) -> None:
-        """Take these rows out of the batch, so that others can step."""
-        for at, job in jobs.items():
-            self._jobs.park(job, self._batch.take(at, job.group))
+            for at, job in jobs.items():
+                self._jobs.park(job, batch.take(at, job.group))
 
     def return_rows(self) -> bool:
         """Put parked rows back that fit now; returns whether any did."""
         jobs, n_parked = self._jobs, len(self._jobs.parked)
-        for job, reading in list(jobs.parked):
+        for job, reading in list(jobs.parked.items()):
             if self._room.admit_or_refuse(job, job.length):
                 self._room.resize(*self._room.size_for(job.length))
                 at = jobs.free_row([0] * self._batch.rows)

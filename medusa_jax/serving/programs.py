@@ -85,15 +85,14 @@ class Compiler:
                 raise NotCompiled(reason)
             if programs not in self._queued:
                 log(f"compiling, a call waits: {programs}")
-                self._queued.append(programs)
-                self._queued.sort(key=lambda key: key.group != BASE)
-                self._wake.notify_all()
+                self.queue(programs)
         return programs in self._ready
 
     def queue(self, programs: Programs) -> None:
-        """Compile these before planned ones."""
+        """Compile these before planned ones, for `BASE` requests first."""
         with self._wake:
             self._queued.append(programs)
+            self._queued.sort(key=lambda key: key.group != BASE)
             self._wake.notify_all()
 
     def is_queued(self, programs: Programs) -> bool:
@@ -196,12 +195,9 @@ class Compiler:
             self._plan.remove(programs)
             if reason:
                 self._plan.clear()
-            if not self._plan:
-                log(
-                    "compiling ahead ends here"
-                    if reason
-                    else "all planned programs are ready"
-                )
+                log("compiling ahead ends here")
+            elif not self._plan:
+                log("all planned programs are ready")
 
 
 def lower_priority() -> None:

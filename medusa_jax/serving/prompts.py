@@ -50,7 +50,7 @@ class PromptReader:
             if not self._room.is_ready(job.group, self._batch.rows, self._batch.slots):
                 # The batch has grown for others meanwhile: read the prompt again later.
                 self._jobs.waiting.appendleft(job)
-                self._jobs.unreserve(at)
+                self._jobs.reserve(None, at)
                 self.row_prompt = None
                 return any_read
             tokens_left -= self._batch.next_tokens(reading)
@@ -71,7 +71,7 @@ class PromptReader:
             return
         job, reading, at = self.row_prompt
         batch, self.row_prompt = self._batch, None
-        self._jobs.unreserve(at)
+        self._jobs.reserve(None, at)
         was_read = reading.position > job.reused
         if was_read and self._room.is_ready(job.group, batch.rows, batch.slots):
             batch.insert(reading, at)

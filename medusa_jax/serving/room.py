@@ -91,7 +91,3 @@ class Room:
         if self._roomy >= PATIENCE and all(self.is_ready(g, n_rows, slots) for g in groups):
             self.resize(n_rows, slots)
             self._roomy = 0
-
-    def restart(self) -> None:
-        """Forget the turns that needed less."""
-        self._roomy = 0

@@ -137,4 +137,3 @@ class Scheduler:
         self._jobs.forget_rows()
         self._reader.row_prompt = None
         self._chunks.pending.clear()
-        self._room.restart()
