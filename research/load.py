@@ -15,7 +15,7 @@ import numpy as np
 
 from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.console import inform
-from medusa_jax.decoding.acceptance_rates import rate_of
+from medusa_jax.decoding.tree_size.rates import rate_of
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.serving.ladder import Ladder
 from medusa_jax.tree.tree import Tree
@@ -73,7 +73,7 @@ class Flags:
 
 
 def expected(exponent_R: np.ndarray) -> np.ndarray:
-    """Tokens per step of texts with each of 1 to 64 nodes [R, 64], by the formula of `decoding/gate.py`."""
+    """Tokens per step of texts with each of 1 to 64 nodes [R, 64], by the formula of `decoding/tree_size/gate.py`."""
     at_size = [
         sum(rate ** (exponent_R * level) for level in range(depth + 1))
         for rate, depth in zip(RATES, DEPTHS)

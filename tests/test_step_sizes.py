@@ -16,12 +16,13 @@ from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import dialogue, tree_choice
 from medusa_jax.api.dialogue import Dialogue
 from medusa_jax.api.tree_choice import sizes_of, tokens_of
-from medusa_jax.decoding import step_costs
-from medusa_jax.decoding.acceptance_rates import RECENT
-from medusa_jax.decoding.gate import Gate
+from medusa_jax.decoding import chunk_clock
+from medusa_jax.decoding.chunk_clock import ChunkClock
 from medusa_jax.decoding.generation import begin
 from medusa_jax.decoding.loop import decode_loop
-from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
+from medusa_jax.decoding.tree_size.costs import StepCosts
+from medusa_jax.decoding.tree_size.gate import Gate
+from medusa_jax.decoding.tree_size.rates import RECENT
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.stored import Storage
 
@@ -219,7 +220,7 @@ def copies(text, length):
 
 def test_steps_are_timed_while_they_decode(directory, free, monkeypatch):
     """Each size has been timed after some chunks, alone in its chunk; the text is that of plain decoding."""
-    monkeypatch.setattr(step_costs, "WAITED", -1.0)
+    monkeypatch.setattr(chunk_clock, "WAITED", -1.0)
     monkeypatch.setattr(CpuKernels, "least_slots", 512)  # one program
     model = load(directory)
     _, engine, request = model.plan(PROMPTS[:1], OPTIONS)

@@ -72,7 +72,7 @@ def load(
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default the result of `default_drafter`.
       tree: the default tree, as for `--tree`. "auto" is the tree file's for this device, or the drafter's default
-        tree; where the text cannot depend on it, each step chooses a size of it (`decoding/gate.py`).
+        tree; where the text cannot depend on it, each step chooses a size of it (`decoding/tree_size/gate.py`).
       dtype: the type to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
         native products "bfloat16" rounds the stored parameters and computes in float32. "float64"
         needs JAX's 64-bit types, which the caller enables for the whole process.

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.api.tree_choice import sizes_of, tokens_of
-from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import Engine
-from medusa_jax.decoding.step_costs import StepCosts
+from medusa_jax.decoding.tree_size.costs import StepCosts
+from medusa_jax.decoding.tree_size.gate import Gate
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.measured import DeviceCache
 from medusa_jax.whole_files import Json

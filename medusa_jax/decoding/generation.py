@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from medusa_jax.decoding.chunk_clock import ChunkClock
 from medusa_jax.decoding.loop import FOREVER, decode_loop
 from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.request import DecodeRequest, prompt_arrays
@@ -24,7 +25,6 @@ from medusa_jax.decoding.state import (
     copied_progress,
     text_slots,
 )
-from medusa_jax.decoding.step_costs import ChunkClock
 from medusa_jax.decoding.stopping import RUNNING, STOPPED
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import grow_state

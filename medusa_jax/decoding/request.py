@@ -8,14 +8,14 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import DELTA, EPSILON
-from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.penalties import PenaltyOptions, penalties_of
 from medusa_jax.decoding.prefill import PromptArrays
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import Engine, RowOptions
-from medusa_jax.decoding.step_costs import StepCosts
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.decoding.token_sets import first_bits
+from medusa_jax.decoding.tree_size.costs import StepCosts
+from medusa_jax.decoding.tree_size.gate import Gate
 from medusa_jax.devices.platforms import program
 from medusa_jax.host_calls import HostFunction
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from medusa_jax.decoding.acceptance import RULES, Rule
-from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.stopping import RUNNING
+from medusa_jax.decoding.tree_size.gate import Gate
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.model.cache import KVCache

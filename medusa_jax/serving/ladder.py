@@ -3,9 +3,9 @@
 The more rows step together, the more a drafted token costs. A *ladder* has several sizes of one ordered tree, plain
 decoding first. A chunk takes the size with the most tokens per time for the rows that run now:
 
-- Tokens per step: the formula of `decoding/acceptance_rates.py` for the drafts that each request has accepted so far. A request
+- Tokens per step: the formula of `decoding/tree_size/rates.py` for the drafts that each request has accepted so far. A request
   begins with the shares of earlier ones, and the first one with the tree file's evidence.
-- Time of a step: measured (`decoding/step_costs.py`).
+- Time of a step: measured (`decoding/tree_size/costs.py`).
 
 Texts and machines change, so a chunk sometimes tries the next size.
 """
@@ -17,15 +17,15 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.api.tree_choice import order_with
-from medusa_jax.decoding.acceptance_rates import (
+from medusa_jax.decoding.tree_size.costs import StepCosts
+from medusa_jax.decoding.tree_size.gate import MARGIN
+from medusa_jax.decoding.tree_size.rates import (
     PRIOR,
     RECENT,
     first_counts,
     rates_of,
     tokens_by_size,
 )
-from medusa_jax.decoding.gate import MARGIN
-from medusa_jax.decoding.step_costs import StepCosts
 from medusa_jax.tree.tree import Tree
 
 # Half-life of the shares of all requests, in steps with drafts; one request's is `RECENT`.

@@ -18,8 +18,9 @@ from medusa_jax.api.tree_choice import VARIABLE
 from medusa_jax.commands.decode import main
 from medusa_jax.commands.decode_report import describe, summary
 from medusa_jax.commands.requests import read_requests, shared_options
+from medusa_jax.decoding.chunk_clock import ChunkClock
 from medusa_jax.decoding.constrained import MANY
-from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
+from medusa_jax.decoding.tree_size.costs import StepCosts
 from medusa_jax.evaluate.compare import compare
 
 NEW = "20"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from medusa_jax.decoding.acceptance_rates import rate_of
-from medusa_jax.decoding.gate import PAUSES, TRIAL, Gate
+from medusa_jax.decoding.tree_size.gate import PAUSES, TRIAL, Gate
+from medusa_jax.decoding.tree_size.rates import rate_of
 from medusa_jax.tree.tree import Tree
 
 DEPTHS = (0, 2, 7)

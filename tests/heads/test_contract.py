@@ -25,11 +25,11 @@ from medusa_jax import model
 from medusa_jax.decoding import generation
 from medusa_jax.decoding import prefill as reading
 from medusa_jax.decoding.acceptance import rejection
-from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.request import DecodeRequest, prompt_arrays
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
+from medusa_jax.decoding.tree_size.gate import Gate
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import ranks as recording_ranks
 from medusa_jax.files.layouts import heads_io, own_heads

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from medusa_jax import Tree
-from medusa_jax.decoding import step_costs
-from medusa_jax.decoding.gate import Gate
-from medusa_jax.decoding.step_costs import FEW, ChunkClock, StepCosts
+from medusa_jax.decoding import chunk_clock
+from medusa_jax.decoding.chunk_clock import FEW, ChunkClock
+from medusa_jax.decoding.tree_size.costs import StepCosts
+from medusa_jax.decoding.tree_size.gate import Gate
 from medusa_jax.measured import DeviceCache
 
 SIZES = [Tree.none(), Tree.chain(1), Tree.chain(3)]
@@ -70,8 +71,8 @@ class Device:
         self.now, self.clock = 0.0, ChunkClock(costs, 1, SIZES)
         self.gate = Gate.before_text(SIZES, [1.0] * 3)
         self.sent = [self.gate, self.gate]
-        monkeypatch.setattr(step_costs.time, "perf_counter", self.read)
-        monkeypatch.setattr(step_costs, "WAITED", -1.0)
+        monkeypatch.setattr(chunk_clock.time, "perf_counter", self.read)
+        monkeypatch.setattr(chunk_clock, "WAITED", -1.0)
 
     def read(self):
         return self.now
@@ -93,7 +94,7 @@ def test_only_chunks_whose_end_was_awaited_are_timed(monkeypatch):
     """Also the first one, though its prompt has long been read; and the one after a chunk that ended unseen."""
     costs, now = StepCosts(), [5.0]
     clock = ChunkClock(costs, 1, SIZES)
-    monkeypatch.setattr(step_costs.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(chunk_clock.time, "perf_counter", lambda: now[0])
     gate = Gate.before_text(SIZES, [1.0] * 3)
 
     class Taken:

@@ -2,8 +2,8 @@
 
 A step with drafts takes longer than a plain one, so drafts that are seldom right make decoding slower. A
 *gated* engine has several sizes of one ordered tree: plain decoding, then the first n nodes of the order, for
-increasing n. A step takes the size with the most tokens per time on the text so far (`acceptance_rates.py`); under a
-lossless rule the text does not depend on it. The decode loop chooses on the device (`gated.py`).
+increasing n. A step takes the size with the most tokens per time on the text so far (`rates.py`); under a
+lossless rule the text does not depend on it. The decode loop chooses on the device (`decoding/gated.py`).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from medusa_jax.decoding.acceptance_rates import (
+from medusa_jax.decoding.tree_size.rates import (
     RECENT,
     first_counts,
     rates_of,
