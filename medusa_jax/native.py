@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from medusa_jax.compiler import KERNELS, PARTS, PRODUCTS, library_file, shipped, threads
 from medusa_jax.errors import UserError
 from medusa_jax.host_calls import HOST, answer
-from medusa_jax.programs import read_ahead
+from medusa_jax.programs import store
 
 HANDLERS = tuple(
     f"medusa_{name}"
@@ -87,7 +87,8 @@ def _load() -> Library | None:
         with suppress(OSError, RuntimeError):
             if path := find():
                 native = Library(path)
-                read_ahead()  # these programs call the kernels
+                if programs := store():
+                    programs.read_ahead()  # these call the kernels
                 return native
     return None
 

@@ -26,8 +26,8 @@ from medusa_jax.commands.model_flags import BaseFlags, load_model
 from medusa_jax.console import inform
 from medusa_jax.evaluate.questions import read_prompts, record_prompts
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.notation import entries
-from medusa_jax.programs import use_compilation_cache
 from medusa_jax.serving import Server
 from medusa_jax.serving.chunks import PACE
 from medusa_jax.serving.http import Limits, make_app, make_listener

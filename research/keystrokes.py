@@ -19,8 +19,8 @@ from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.commands.model_flags import ModelFlags, load_model
 from medusa_jax.console import inform
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.notation import entries
-from medusa_jax.programs import use_compilation_cache
 from medusa_jax.whole_files import Json
 from research.against import processors
 from research.clients import ladder_of, served

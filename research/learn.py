@@ -21,9 +21,9 @@ from medusa_jax.errors import one_of
 from medusa_jax.evaluate.question_files import read_questions
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.evaluate.text_ranks import Text, answer_prompts, record
+from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.learning.learner import Learner
 from medusa_jax.notation import entries
-from medusa_jax.programs import use_compilation_cache
 from medusa_jax.sharding import Params
 from medusa_jax.text.chat import encode_prompt
 from medusa_jax.tree.growth import replay

@@ -29,8 +29,8 @@ from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.evaluate.text_ranks import Text, record
 from medusa_jax.evaluate.tree_fit import GROWTH, rank_texts
 from medusa_jax.evaluate.turns import answered_turns, find_template, grouped, prompt_room
+from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.notation import entries
-from medusa_jax.programs import use_compilation_cache
 from medusa_jax.text.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.files import order_of
 from medusa_jax.tree.growth import order_by_steps, replayed_tokens

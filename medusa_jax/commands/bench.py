@@ -267,7 +267,7 @@ def out_directory(path: str, flag: str = "--out") -> Path:
       UserError: it holds a model.
     """
     from medusa_jax.files.hub import refuse_model
-    from medusa_jax.programs import use_compilation_cache
+    from medusa_jax.kept_programs import use_compilation_cache
 
     use_compilation_cache()
     refuse_model(path, flag)

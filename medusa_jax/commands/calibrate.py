@@ -94,7 +94,7 @@ def run(flags: Flags) -> int:
     from medusa_jax.evaluate.questions import read_prompts, record_prompts
     from medusa_jax.evaluate.text_ranks import distilled_texts
     from medusa_jax.evaluate.tree_fit import fit_tree
-    from medusa_jax.programs import use_compilation_cache
+    from medusa_jax.kept_programs import use_compilation_cache
     from medusa_jax.training.run_log import outlook
     from medusa_jax.tree.files import load_tree_file
 

@@ -29,8 +29,8 @@ def run(flags: Flags) -> int:
 
 def begin_last_programs() -> None:
     """Begin to read the programs of the last start, while the rest of the command is imported."""
+    from medusa_jax.kept_programs import use_compilation_cache
     from medusa_jax.native import begin_loading
-    from medusa_jax.programs import use_compilation_cache
 
     if use_compilation_cache():
         begin_loading()

@@ -18,7 +18,7 @@ from medusa_jax.console import announced, inform, messages_after, print_json
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
 from medusa_jax.errors import UserError
 from medusa_jax.heads.names import BASELINES
-from medusa_jax.programs import use_compilation_cache
+from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.text.chat import encode_prompt, is_chat_directory, is_chat_model
 from medusa_jax.text.tokenizer import Tokenizer
 

@@ -208,7 +208,7 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
     from medusa_jax.api import load
     from medusa_jax.distill.seeds import mode_for, read_seeds
     from medusa_jax.evaluate.own_costs import Workload, measure
-    from medusa_jax.programs import use_compilation_cache
+    from medusa_jax.kept_programs import use_compilation_cache
     from medusa_jax.text.chat import is_chat_model, template_source
 
     began = time.perf_counter()

@@ -15,8 +15,8 @@ from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import log
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
 from medusa_jax.errors import UserError
+from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.measured import DeviceCache
-from medusa_jax.programs import use_compilation_cache
 from medusa_jax.serving import Server
 from medusa_jax.text.chat import PLAIN, is_chat_model, template_source
 from medusa_jax.whole_files import read_text

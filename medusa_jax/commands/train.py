@@ -99,7 +99,7 @@ def run(cfg: Config) -> int:
 
         dry_run(plan)
         return 0
-    from medusa_jax.programs import use_compilation_cache
+    from medusa_jax.kept_programs import use_compilation_cache
     from medusa_jax.training.run_log import outlook
     from medusa_jax.training.trainer import train_plan
 

@@ -30,10 +30,10 @@ from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.decoding.token_sets import ALL, words
-from medusa_jax.devices.platforms import program
 from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.host_calls import HostFunction
+from medusa_jax.programs import program
 from medusa_jax.sharding import Params
 from medusa_jax.tree.tree import Tree
 

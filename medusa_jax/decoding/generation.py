@@ -26,8 +26,8 @@ from medusa_jax.decoding.state import (
     text_slots,
 )
 from medusa_jax.decoding.stopping import RUNNING, STOPPED
-from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import grow_state
+from medusa_jax.programs import program
 from medusa_jax.sharding import Params, pin_state, placed
 
 # A stream's chunks grow between these numbers of steps while they take less than these seconds: the host takes a core

@@ -9,8 +9,8 @@ from medusa_jax.decoding.gated import caught_up, gated_step, no_positions
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import step_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
-from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Committed
+from medusa_jax.programs import program
 from medusa_jax.sharding import Params, on_all, pin_state
 
 # Steps without a limit.

@@ -20,9 +20,9 @@ from medusa_jax.decoding.state import (
     fresh_state,
 )
 from medusa_jax.decoding.step import checked, emit, write_tokens
-from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Committed
 from medusa_jax.model.cache import KVCache
+from medusa_jax.programs import program
 from medusa_jax.sharding import Params, PyTree, pin_state
 
 # Prompt tokens per piece: enough that arithmetic outweighs reading the weights on any device, few enough

@@ -16,8 +16,8 @@ from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.decoding.token_sets import first_bits
 from medusa_jax.decoding.tree_size.costs import StepCosts
 from medusa_jax.decoding.tree_size.gate import Gate
-from medusa_jax.devices.platforms import program
 from medusa_jax.host_calls import HostFunction
+from medusa_jax.programs import program
 
 if TYPE_CHECKING:
     from medusa_jax.constraints.guide import Guide

@@ -35,8 +35,8 @@ from medusa_jax.decoding.state import (
 from medusa_jax.decoding.step import write_tokens
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.decoding.token_sets import NO_TOKEN
-from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import rewind_state
+from medusa_jax.programs import program
 from medusa_jax.sharding import Params, PyTree, pin_state
 
 

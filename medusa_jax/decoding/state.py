@@ -12,12 +12,12 @@ from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.decoding.tree_size.gate import Gate
-from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.programs import program
 from medusa_jax.sharding import Params, PyTree, on_all
 from medusa_jax.tree.tree import Tree, stand_in
 

@@ -13,8 +13,8 @@ from medusa_jax.decoding.request import DecodeRequest, power_of_two, prompt_arra
 from medusa_jax.decoding.rows import Sizes, begin_row, idle
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import step_of
-from medusa_jax.devices.platforms import program
 from medusa_jax.errors import UserError
+from medusa_jax.programs import program
 from medusa_jax.sharding import pin_state, placed
 
 

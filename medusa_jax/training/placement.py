@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from medusa_jax.console import announced
-from medusa_jax.devices.platforms import TRAINING_OPTIONS, platform
+from medusa_jax.devices.platforms import platform
 from medusa_jax.sharding import (
     PyTree,
     batch_sharding,
@@ -17,6 +17,13 @@ from medusa_jax.sharding import (
     replicated,
     shapes_with,
 )
+
+# XLA for TPUs splits a product with a kernel that is sharded over fsdp into a loop of one part each (a
+# "windowed einsum"). In a training step that multiplies the time of compilation, and the parts of all
+# layers are sent for at once, with buffers for float32 sums of each product: research/log/.
+TRAINING_OPTIONS: dict[str, dict[str, str | bool]] = {
+    "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+}
 
 
 def local_numbers(mesh: Mesh, batch_size: int, accumulation: int) -> np.ndarray:

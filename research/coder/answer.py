@@ -28,7 +28,7 @@ from medusa_jax.distill.files import coverage, write_token_directory
 from medusa_jax.files.hf import model_shape
 from medusa_jax.files.hub import resolve
 from medusa_jax.heads.vocabulary import COUNTS
-from medusa_jax.programs import use_compilation_cache
+from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.whole_files import Json, read_text, write_array, write_text
 from research.coder.compose import held_out_windows, windows

@@ -22,8 +22,8 @@ from medusa_jax.commands.entry import run_main
 from medusa_jax.commands.flags import at_least, flag, parser_of
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.notation import entries
-from medusa_jax.programs import use_compilation_cache
 from medusa_jax.whole_files import Json, write_json, write_text
 from research.family.measure import Study, measure_one, race_first_seeds
 from research.family.report import convergence, curve, draw, family_table, orders

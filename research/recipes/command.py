@@ -25,8 +25,8 @@ from medusa_jax.config import DataConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files import hf
+from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.notation import entries
-from medusa_jax.programs import use_compilation_cache
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.whole_files import write_json, write_text

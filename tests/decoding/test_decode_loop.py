@@ -22,14 +22,14 @@ from planted import plain_texts as plainly
 from tiny import tiny_arch
 
 from examples.lookahead import Lookahead, LookaheadConfig
-from medusa_jax import programs
+from medusa_jax import kept_programs, programs
 from medusa_jax.decoding import generation
 from medusa_jax.decoding.loop import FOREVER, decode_loop
 from medusa_jax.decoding.request import DecodeRequest, successive_sizes
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import LIMIT, STOPPED
-from medusa_jax.devices.platforms import Program
 from medusa_jax.heads.registry import no_drafter
+from medusa_jax.kept_programs import KeptPrograms
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.kernels.one_cpu import LayerKernels
 from medusa_jax.tree.tree import Tree
@@ -248,19 +248,18 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     plain = texts_of(decoded(engine, variables, request))
     traced, ran = [], []
 
-    def run_kept(program, args):
-        ran.append(program.__qualname__)
-        return programs.run_kept(program, args)
+    class Store(KeptPrograms):
+        def run(self, program, args):
+            ran.append(program.__qualname__)
+            return super().run(program, args)
 
-    def lowered_for(program, args, lower=programs.lowered_for):
+    def lowered_for(program, args, lower=kept_programs.lowered_for):
         traced.append(program.__qualname__)
         return lower(program, args)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(Program, "run_kept", run_kept)
-    monkeypatch.setattr(Program, "prepare_kept", programs.prepare_kept)
-    monkeypatch.setattr(programs, "lowered_for", lowered_for)
-    monkeypatch.setattr(programs, "executables", {})  # other tests fill it
+    monkeypatch.setattr(programs, "_store", store := Store())
+    monkeypatch.setattr(kept_programs, "lowered_for", lowered_for)
     prompt_read, prepare_steps = threading.Event(), generation.prepare_steps
 
     def prepare_after(*args):
@@ -270,10 +269,10 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "prepare_steps", prepare_after)
     ready = []
     for _ in generation.warm_up(engine, variables, request):
-        ready.append([k.run.done() for k in programs.executables.values()])
+        ready.append([k.run.done() for k in store.executables.values()])
         prompt_read.set()
     assert all(ready[1]) and set(ran) == {"row_keys"}  # no prompt was read
-    assert jax.config.jax_enable_compilation_cache == (programs.blocks == [0])
+    assert jax.config.jax_enable_compilation_cache == (kept_programs.blocks == [0])
     loops = 1 + traced.count("grow")
     small = ["copied_progress", "end_rows", "prefill", "row_keys"]
     assert sorted(traced) == sorted(
@@ -283,7 +282,7 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     assert texts_of(decoded(engine, variables, request)) == plain
     assert (len(traced), loops) == (count, 2) and jax.config.jax_enable_compilation_cache
     [thread.join() for thread in threading.enumerate() if "_write" in thread.name]
-    programs.executables.clear()  # a later start
+    store.executables.clear()  # a later start
     ran.clear()
     list(generation.warm_up(engine, variables, request))
     assert len(traced) == count and ran == ["row_keys"]

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -15,7 +14,7 @@ import medusa_jax
 from medusa_jax.api import default_dtype
 from medusa_jax.devices import platforms
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training.placement import compile_step
+from medusa_jax.training import placement
 from medusa_jax.training.step import TrainState
 
 DECODING = Path(medusa_jax.__file__).parent / "decoding"
@@ -64,32 +63,6 @@ def test_programs_of_simulated_devices_are_planned_by_a_scheduler_that_waits(mon
         assert os.environ["XLA_FLAGS"].endswith(f"{scheduler}{expected}")
 
 
-def test_a_program_has_the_options_of_its_platform(monkeypatch):
-    asked = []
-
-    def jit(function, **arguments):
-        asked.append(arguments)
-        return real(function, static_argnums=arguments["static_argnums"])
-
-    real = jax.jit
-    monkeypatch.setattr(jax, "jit", jit)
-    monkeypatch.setattr(platforms, "OPTIONS", {"tpu": {"x": False}})
-
-    @platforms.program(static_argnums=0)
-    def add(n, x):
-        """Adds."""
-        return x + n
-
-    assert add.__doc__ == "Adds."
-    for name, options in (("cpu", None), ("tpu", {"x": False}), ("cpu", None)):
-        monkeypatch.setattr(platforms, "platform", lambda name=name: name)
-        assert int(add(2, np.int32(3))) == 5
-        assert asked[-1 if name == "tpu" else 0]["compiler_options"] == options
-    assert len(asked) == 2  # one for each platform
-    assert add._cache_size() == 1
-    assert "stablehlo" in add.lower(2, np.int32(3)).as_text()
-
-
 def test_every_program_that_reads_weights_is_one_and_calls_no_other():
     """In decoding, only the keys of rows are jitted without the platform's options, which JAX refuses in a trace."""
     found = {"jit": {}, "program": {}}
@@ -109,7 +82,7 @@ def test_a_training_step_is_compiled_with_the_options_of_its_platform(monkeypatc
     mesh, zero = make_mesh(), jnp.zeros((), jnp.int32)
     step = lambda state, *_: (state, {})  # noqa: E731
     arguments = step, TrainState(zero, zero, {}, {}), {}, {}, mesh
-    compile_step(*arguments)
-    monkeypatch.setitem(platforms.TRAINING_OPTIONS, "cpu", {"xla_no_such_option": True})
+    placement.compile_step(*arguments)
+    monkeypatch.setitem(placement.TRAINING_OPTIONS, "cpu", {"xla_no_such_option": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        compile_step(*arguments)
+        placement.compile_step(*arguments)
