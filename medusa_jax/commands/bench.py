@@ -266,7 +266,7 @@ def out_directory(path: str, flag: str = "--out") -> Path:
     Raises:
       UserError: it holds a model.
     """
-    from medusa_jax.files.hub import refuse_model
+    from medusa_jax.files.not_replaced import refuse_model
     from medusa_jax.kept_programs import use_compilation_cache
 
     use_compilation_cache()

@@ -103,7 +103,7 @@ def run(flags: Flags) -> int:
     from medusa_jax.api import find_model
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
     from medusa_jax.files.hf_config import read_config
-    from medusa_jax.files.hub import refuse_model
+    from medusa_jax.files.not_replaced import refuse_model
     from medusa_jax.kept_programs import use_compilation_cache
     from medusa_jax.text.chat import is_chat_directory
 

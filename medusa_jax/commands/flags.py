@@ -201,7 +201,7 @@ def file_to_write(path: str, flag: str) -> Path:
     Raises:
       UserError: it is a directory, or a file of a model.
     """
-    from medusa_jax.files.hub import refuse_model  # here, not for --help
+    from medusa_jax.files.not_replaced import refuse_model  # here, not for --help
 
     file = Path(path)
     if file.is_dir():

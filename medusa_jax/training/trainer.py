@@ -16,7 +16,7 @@ from medusa_jax import hosts
 from medusa_jax.config import Config
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
-from medusa_jax.files.hub import refuse_model
+from medusa_jax.files.not_replaced import refuse_model
 from medusa_jax.sharding import PyTree, replicated
 from medusa_jax.training import resume
 from medusa_jax.training.checkpoint import Checkpoints
