@@ -24,7 +24,6 @@ from medusa_jax.evaluate.tree_fit import fastest
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.known import KNOWN
 from medusa_jax.files.layouts.heads_io import load_heads, open_heads
-from medusa_jax.files.names import NAMES
 from medusa_jax.files.source import Source
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.files import load_tree_file
@@ -34,9 +33,7 @@ OF_DEMO = bundled_heads(None)
 # One row each; at temperature 0 sampling is greedy decoding.
 GREEDY_AND_SAMPLED = [Options(max_new_tokens=40, temperature=t) for t in (0.0, 0.8)]
 # By name, or by folder for models that are known by their weights.
-FOLDERS = {name: row.heads for name, row in NAMES.items()} | {
-    r.heads: r.heads for r in KNOWN
-}
+FOLDERS = {row.name or row.heads: row.heads for row in KNOWN}
 OF_MODELS = [
     (n, x.parent.name) for n in FOLDERS for x in MODELS.glob(f"{FOLDERS[n]}/*/heads.json")
 ]
@@ -64,9 +61,7 @@ def plain_texts() -> list[list[int]]:
 
 
 # Shapes of the models that heads are bundled with.
-SHAPES = {None: (256, 4096), "smollm2": (576, 49152)} | {
-    r.heads: r.shape[1:] for r in KNOWN
-}
+SHAPES = {None: (256, 4096)} | {row.name or row.heads: row.shape[1:] for row in KNOWN}
 FOREIGN = [(None, *heads) for heads in OF_MODELS]
 FOREIGN += [(model, None, drafter) for model in FOLDERS for drafter in OF_DEMO]
 COMMANDS = [

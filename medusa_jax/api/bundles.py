@@ -2,19 +2,19 @@
 
 import os
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.files import known
+from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hub import resolve
+from medusa_jax.files.known import KnownModel, named_model
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.files.layouts.stored_heads import StoredHeads
-from medusa_jax.files.names import NamedModel, named_model
 from medusa_jax.heads.names import BASELINES, DRAFTERS, is_module_class, split_drafter
 from medusa_jax.heads.registry import drafter_class, is_baseline
-
-if TYPE_CHECKING:
-    from medusa_jax.files.known import KnownModel
 
 DEMO = Path(__file__).parents[1] / "demo"
 MODELS = Path(__file__).parents[1] / "models"
@@ -47,15 +47,21 @@ def _bundle(model: str | None) -> Path | None:
     return MODELS / row.heads if row else None if model else DEMO
 
 
-def _row(model: str | None) -> "NamedModel | KnownModel | None":
+def _row(model: str | None) -> KnownModel | None:
     """The row of a name, or of the weights at a path or hub id; None for the demo and for other models."""
     if model is None:
         return None
-    if row := named_model(model):
-        return row
-    from medusa_jax.files.known import known_model  # not for names and the demo
+    return named_model(model) or _row_of_weights(model)
 
-    return known_model(model)
+
+@lru_cache(maxsize=8)
+def _row_of_weights(path_or_id: str) -> KnownModel | None:
+    """The row of a model's weights, which are opened only if a row has their shape."""
+    directory = resolve(path_or_id)
+    config = read_config(directory)
+    shape = config.n_layers, config.d_model, config.vocab_size
+    rows = {row.norm: row for row in known.KNOWN if row.shape == shape}
+    return rows.get(BaseFiles.open(directory).norm_digest()) if rows else None
 
 
 def find_model(model: str | None) -> str:
@@ -107,4 +113,4 @@ def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
             f"no {drafter} heads are bundled with {model or 'the demo'}: give --drafter the "
             "directory of heads trained for it"
         )
-    return replace(open_heads(str(folder)), trained_on=getattr(row, "trained_on", ""))
+    return replace(open_heads(str(folder)), trained_on=row.trained_on if row else "")

@@ -65,7 +65,7 @@ def load(
     """Load a backbone and its draft heads. Without arguments: the bundled demo.
 
     Args:
-      model: directory, GGUF file, name (`files/names.py`) or hub id of a Llama-family model;
+      model: directory, GGUF file, name (`files/known.py`) or hub id of a Llama-family model;
         None is the demo.
       drafter: a name from the registry (the heads of that kind that are bundled with the demo, a name or
         a model's weights); a directory, a file or a hub id with heads, ours or published

@@ -15,9 +15,9 @@ from medusa_jax.commands.verify import certify
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.files.known import named_model
 from medusa_jax.files.layouts.engines import ENGINES
 from medusa_jax.files.layouts.registry import TARGETS
-from medusa_jax.files.names import named_model
 from medusa_jax.whole_files import Json
 
 # The columns of `table`.

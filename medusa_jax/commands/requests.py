@@ -8,7 +8,7 @@ from typing import Any
 from medusa_jax.api import Options, find_model
 from medusa_jax.commands.decode_flags import NOTHING_ASKED, Flags
 from medusa_jax.errors import UserError
-from medusa_jax.files.names import named_model
+from medusa_jax.files.known import named_model
 from medusa_jax.files.text_defaults import text_defaults
 from medusa_jax.whole_files import Json, read_text
 

@@ -1,5 +1,6 @@
 """Read Hugging Face model directories; `hf_config.py` reads config.json, `hf_writer.py` writes both."""
 
+import hashlib
 import os
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.files.fingerprint import Fingerprint
+from medusa_jax.files.fingerprint import Fingerprint, sample_bytes
 from medusa_jax.files.hf_config import family_of, read_config
 from medusa_jax.files.hf_keys import (
     EMBEDDING,
@@ -121,6 +122,11 @@ class BaseFiles(Source):
     def fingerprint(self) -> str:
         """The `Fingerprint` of the model, from a sample of the weights in its files."""
         return kept("fingerprint", self.files, self.config, self._fingerprint)
+
+    def norm_digest(self) -> str:
+        """Digest of the final norm's scale, 16 hex digits: quantisation leaves it as it is, but for its type."""
+        scale_D = self.array("norm/scale")
+        return hashlib.sha256(sample_bytes(scale_D, scale_D.size)).hexdigest()[:16]
 
     def _fingerprint(self) -> str:
         result = Fingerprint()

@@ -4,7 +4,7 @@ import os
 import re
 
 from medusa_jax.errors import UserError, did_you_mean, first_line
-from medusa_jax.files.names import NAMES, file_of, named_model
+from medusa_jax.files.known import file_of, named_model, names
 
 # The folder of named chat templates.
 TEMPLATES_FOLDER = "additional_chat_templates"
@@ -20,7 +20,7 @@ SKIPPED = ["*/*", "consolidated*"]
 
 
 def resolve(path_or_id: str, files: list[str] | None = None) -> str:
-    """A local directory for a path, a name of `NAMES` or a hub id (`owner/name`, optionally `@revision`).
+    """A local directory for a path, a name of `known.KNOWN` or a hub id (`owner/name`, optionally `@revision`).
 
     For a GGUF file this is a directory in the user's cache. From a repository, safetensors weights are downloaded if available, else .bin;
     with `HF_HUB_OFFLINE=1` only the cache is used.
@@ -34,7 +34,7 @@ def resolve(path_or_id: str, files: list[str] | None = None) -> str:
     if os.path.isdir(path_or_id):
         return path_or_id
     if row := named_model(path_or_id):
-        return _of_gguf(file_of(path_or_id), row.sha256)
+        return _of_gguf(file_of(row), row.sha256)
     if path_or_id.lower().endswith(".gguf"):
         return _of_gguf(path_or_id)
     repo, _, revision = path_or_id.partition("@")
@@ -45,7 +45,7 @@ def resolve(path_or_id: str, files: list[str] | None = None) -> str:
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
         raise UserError(
             f"{path_or_id!r} is not a directory, hub id (owner/name), .gguf file or "
-            f"name ({', '.join(NAMES)}){did_you_mean(path_or_id, NAMES)}"
+            f"name ({', '.join(names())}){did_you_mean(path_or_id, names())}"
         )
     if files is not None:
         return _snapshot(repo, revision, files)
@@ -63,7 +63,7 @@ def _of_gguf(file: str, sha256: str = "") -> str:
 
 def is_here(path_or_id: str) -> bool:
     """Whether `resolve` works without a network."""
-    return path_or_id in NAMES or os.path.exists(path_or_id)
+    return path_or_id in names() or os.path.exists(path_or_id)
 
 
 def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:

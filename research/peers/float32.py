@@ -12,7 +12,7 @@ from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.files.gguf.directory import checksum
 from medusa_jax.files.gguf.reader import read_gguf, split_files
-from medusa_jax.files.names import NAMES, file_of, named_model
+from medusa_jax.files.known import file_of, named_model, names
 from medusa_jax.whole_files import replacing
 
 ARCHITECTURE = "general.architecture"
@@ -21,17 +21,17 @@ FILE_TYPE, ALL_F32 = "general.file_type", 0
 
 
 def gguf_file(path_or_name: str | None) -> str:
-    """The GGUF file of a path or a name of `NAMES`.
+    """The GGUF file of a path or a name of `known.KNOWN`.
 
     Raises:
       UserError: it is not a GGUF file.
     """
-    if path_or_name is not None and named_model(path_or_name):
-        return file_of(path_or_name)
+    if row := named_model(path_or_name):
+        return file_of(row)
     if path_or_name is None or not path_or_name.lower().endswith(".gguf"):
         raise UserError(
             f"{path_or_name or 'the demo'} is not a GGUF file, which llama.cpp needs: give --model "
-            f"a .gguf file or a name ({', '.join(NAMES)})"
+            f"a .gguf file or a name ({', '.join(names())})"
         )
     return split_files(path_or_name)[0]
 

