@@ -7,8 +7,8 @@ bfloat16.
 """
 
 from configs.demo_medusa import get_config as medusa_config
-from configs.own import in_family
 from medusa_jax.config import Config
+from medusa_jax.training.own_recipe import in_family
 
 
 def get_config() -> Config:

@@ -7,8 +7,8 @@ which helps a small model more than the paper's L - 3 (configs/smollm2_eagle3.py
 """
 
 from configs.demo_medusa import get_config as medusa_config
-from configs.own import in_family
 from medusa_jax.config import Config
+from medusa_jax.training.own_recipe import in_family
 
 
 def get_config() -> Config:

@@ -8,8 +8,8 @@ distribution as the target: for use, not for a comparison with other drafters. L
 """
 
 from configs.demo_medusa import get_config as medusa_config
-from configs.own import in_family
 from medusa_jax.config import Config
+from medusa_jax.training.own_recipe import in_family
 
 
 def get_config() -> Config:

@@ -6,9 +6,9 @@ Text, draft vocabulary and cached hidden states are those of smollm2_medusa.py. 
 parameters.
 """
 
-from configs.own import in_family
 from configs.smollm2_medusa import get_config as medusa_config
 from medusa_jax.config import Config
+from medusa_jax.training.own_recipe import in_family
 
 
 def get_config() -> Config:

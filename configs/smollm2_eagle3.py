@@ -14,9 +14,9 @@ conversations the first level's held-out top-1 was 0.364 with the paper's layers
 with 2, 15 and 30, 0.395 with these four, and 0.399 with seven.
 """
 
-from configs.own import in_family
 from configs.smollm2_medusa import get_config as medusa_config
 from medusa_jax.config import Config
+from medusa_jax.training.own_recipe import in_family
 
 
 def get_config() -> Config:

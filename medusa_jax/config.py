@@ -11,6 +11,7 @@ from medusa_jax.arch import HeadsConfig as HeadsConfig
 from medusa_jax.arch import LlamaConfig as LlamaConfig
 from medusa_jax.bounds import AtLeast, AtMost, OneOf
 from medusa_jax.notation import entries
+from medusa_jax.typed import field_value
 
 # A number of things of which there is at least one.
 Positive = Annotated[int, AtLeast(1)]
@@ -234,3 +235,14 @@ def fields_of(owner: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
             yield from fields_of(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", owner, name
+
+
+def override(cfg: Config, path: str, value: Any) -> None:
+    """Set the field at `path` ("optim.lr").
+
+    Raises:
+      KeyError: the configuration has no such field.
+      UserError: a value outside the field's bounds.
+    """
+    owner, name = {p: (owner, name) for p, owner, name in fields_of(cfg)}[path]
+    setattr(owner, name, field_value(owner, name, value, path))

@@ -37,7 +37,6 @@ EXAMPLES = """examples:
   medusa own my_model.gguf questions.jsonl --out work/own --minutes 20 --drafter eagle3
   medusa own tuned_model questions.jsonl --out work/own --start heads_of_the_model --to vllm
 """
-RECIPE = Path(__file__).parents[2] / "configs" / "own.py"
 # Questions answered at a time; the last ones, which heads do not learn from; those of them that are compared.
 BATCH, HELD_OUT, COMPARED = 16, 16, 4
 # The trained heads in DIR; the learning rate of heads that go on.
@@ -95,10 +94,6 @@ def run(flags: Flags) -> int:
     """Plan, then do the parts that are not done yet."""
     from medusa_jax import hosts
 
-    if not RECIPE.exists():
-        raise UserError(
-            "own trains by configs/own.py: run it in a clone (pip install -e .)"
-        )
     if marks := {*flags.out} & {
         ",",
         "@",
@@ -171,16 +166,14 @@ def check_engines(flags: Flags, out: Path) -> None:
 
 def recipe(flags: Flags, out: Path, **fields: object) -> Config:
     """The configuration of the training."""
+    from medusa_jax.training.own_recipe import recipe_with
+
     # A text that is not there has the recipe's largest batch.
-    given: Json = {"model.path": flags.model, "data.source": out / "text.jsonl"}
+    given: Json = {"model.path": flags.model, "data.source": str(out / "text.jsonl")}
     given |= {"heads.drafter": flags.drafter or "medusa"}
     given |= {"data.chat_template": flags.chat_template or ""}
     given |= (started(flags, out) if flags.start else {}) | fields
-    words = [f"--config.{name}={value}" for name, value in given.items()]
-    _, cfg, complete = train.parse_all(
-        [f"--config={RECIPE}", f"--workdir={out / 'run'}", *words]
-    )
-    return complete(cfg)
+    return recipe_with(given, str(out / "run"))
 
 
 def started(flags: Flags, out: Path) -> Json:
@@ -210,6 +203,7 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
     from medusa_jax.evaluate.own_costs import Workload, measure
     from medusa_jax.kept_programs import use_compilation_cache
     from medusa_jax.text.chat import is_chat_model, template_source
+    from medusa_jax.training.own_recipe import PASSES, UPDATES, batch_for
 
     began = time.perf_counter()
     use_compilation_cache()
@@ -227,16 +221,16 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
         template_source(model.tokenizer, flags.chat_template or "")
     costs = measure(model, BATCH, cfg.heads.n_heads, cfg.heads.draft_vocab)
     lengths = [len(model.encode(text)) + TEMPLATE for text in texts]
-    answer, rule = flags.max_new_tokens, train.load_recipe(str(RECIPE))
+    answer = flags.max_new_tokens
 
     def job(n: int, share: float) -> "Workload":
         longest = sorted(lengths[:n], reverse=True)[::BATCH]
         padded = [1 << k.bit_length() for k in longest]
         read = BATCH * (sum(padded) + sum(set(padded)))  # once more to compile
         tokens = sum(lengths[:n]) + n * answer
-        batch = rule.batch_for(cfg, tokens)
+        batch = batch_for(cfg, tokens)
         positions = batch * cfg.data.seq_len
-        steps = max(1, int(share * min(rule.UPDATES, rule.PASSES * tokens // positions)))
+        steps = max(1, int(share * min(UPDATES, PASSES * tokens // positions)))
         learned = steps * positions * n * answer // tokens
         decoded, compared = len(longest) * answer, COMPARED * answer
         return Workload(
@@ -284,7 +278,7 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     ))  # fmt: skip
     source, kept, evaluated = split(text)
     part("training", heads / "heads.json", lambda: train.run(recipe(flags, out, **{
-        "data.source": source, "data.eval_source": evaluated, "data.held_out": 0, "train.steps": steps,
+        "data.source": str(source), "data.eval_source": str(evaluated), "data.held_out": 0, "train.steps": steps,
         "train.batch_size": batch, "train.eval_every": max(1, steps // 4),
     })))  # fmt: skip
     part("tree", heads / "tree.json", lambda: call(

@@ -14,13 +14,19 @@ from typing import Any
 from medusa_jax.commands.entry import run_main
 from medusa_jax.commands.flags import HostFlags, Parser, flag, host_flags, parser_of
 from medusa_jax.commands.next_command import print_next
-from medusa_jax.config import Config, DataConfig, HeadsConfig, LlamaConfig, fields_of
+from medusa_jax.config import (
+    Config,
+    DataConfig,
+    HeadsConfig,
+    LlamaConfig,
+    fields_of,
+    override,
+)
 from medusa_jax.console import inform
 from medusa_jax.devices.machine import keep_memory, warn_if_accelerator_unused
 from medusa_jax.errors import Terminated, UserError, did_you_mean, nearest, stop_signal
 from medusa_jax.heads.names import is_module_class
 from medusa_jax.notation import entries
-from medusa_jax.typed import field_value
 
 EXAMPLES = """\
 examples:
@@ -273,17 +279,6 @@ def reader(kind: Any) -> Callable[[str], Any]:
 
     read.__name__ = getattr(kind, "__name__", str(kind))  # for messages
     return read
-
-
-def override(cfg: Config, path: str, value: Any) -> None:
-    """Set the field at `path` ("optim.lr").
-
-    Raises:
-      KeyError: the configuration has no such field.
-      UserError: a value outside the field's bounds.
-    """
-    owner, name = {p: (owner, name) for p, owner, name in fields_of(cfg)}[path]
-    setattr(owner, name, field_value(owner, name, value, path))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import numpy as np
 
 from medusa_jax.api import DEMO
 from medusa_jax.commands.flags import flag
-from medusa_jax.commands.train import override
 from medusa_jax.config import (
     Config,
     DataConfig,
@@ -17,6 +16,7 @@ from medusa_jax.config import (
     ModelConfig,
     OptimConfig,
     TrainConfig,
+    override,
 )
 from medusa_jax.training import trainer
 from medusa_jax.whole_files import Json

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from children import output_of
 from files import write_lines
 from refusals import refused
 from tiny import (
@@ -100,6 +101,24 @@ def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
     assert plan["seconds"].keys() == plan["spent"].keys() == set(PARTS)
     assert own.main([*words, "--minutes=5"]) == 2
     assert "minutes None, now it is 5.0" in capsys.readouterr().err
+
+
+IN_A_WHEEL = """
+import pathlib, sys
+from medusa_jax.commands import own
+model, questions, here = sys.argv[1:]
+cfg = own.recipe(own.Flags(model=model, questions=questions, out=""), pathlib.Path(here))
+print(own.__file__, cfg.train.stage, cfg.data.source, cfg.data.seq_len)
+"""
+
+
+def test_an_installed_package_has_the_recipe(given, tmp_path, monkeypatch):
+    """Where the files of a clone are not beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "medusa_jax").symlink_to(Path(own.__file__).parents[1])
+    said = output_of(IN_A_WHEEL, *given, tmp_path, PYTHONPATH=str(tmp_path)).split()
+    assert said[0].startswith(str(tmp_path))
+    assert said[1:] == ["medusa1", f"{tmp_path}/text.jsonl", "128"]
 
 
 def test_the_work_is_fitted_to_the_minutes(given, tmp_path, monkeypatch, capsys):

@@ -18,6 +18,7 @@ from medusa_jax.commands.serve import main as serving
 from medusa_jax.config import Config, TrainConfig
 from medusa_jax.evaluate.own_costs import Costs
 from medusa_jax.heads.registry import drafter_class
+from medusa_jax.training import own_recipe
 from medusa_jax.training.plan import RunPlan
 
 # Smaller than the page's.
@@ -131,9 +132,9 @@ def test_a_small_text_gives_hundreds_of_updates_everywhere(tmp_path, monkeypatch
         job, _ = own_heads.fitted(flags, own_heads.recipe(flags, tmp_path))
         assert 100 <= job.steps <= 400 and job.batch <= 4, backend
     for shards, tokens, batch in ((6, 1e9, 48), (8, 100, 8)):
-        monkeypatch.setattr("medusa_jax.sharding.row_shards", lambda _, n=shards: n)
-        rule = train.load_recipe(f"{ROOT}/configs/own.py")
-        assert rule.batch_for(Config(train=TrainConfig(batch_size=64)), tokens) == batch
+        monkeypatch.setattr(own_recipe, "row_shards", lambda _, n=shards: n)
+        cfg = Config(train=TrainConfig(batch_size=64))
+        assert own_recipe.batch_for(cfg, tokens) == batch
 
 
 def test_one_line_says_what_is_wrong(model, tmp_path, capsys):

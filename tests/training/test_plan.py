@@ -7,8 +7,7 @@ from jax.sharding import AbstractMesh
 from training_setup import tiny_config, training_arch
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.commands.train import override
-from medusa_jax.config import Config, TrainConfig
+from medusa_jax.config import Config, TrainConfig, override
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import SCALINGS
 from medusa_jax.heads.dflash import DSparkConfig
