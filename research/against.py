@@ -86,7 +86,7 @@ def run(flags: Flags) -> int:
     if jax.default_backend() != "cpu":
         raise UserError("engines are compared on the CPU: set JAX_PLATFORMS=cpu")
     records, out = prompts_of(flags), out_directory(flags.out)
-    names = entries(flags.drafters or "") or [default_drafter(flags.model)]
+    names = flags.drafters or [default_drafter(flags.model)]
     entrants = list(load_entrants(flags, names, flags.trees))
     model, threads = entrants[0].model, flags.threads or processors()
     options = generation_options(flags, eos_ids=()).with_penalty(model.repetition_penalty)

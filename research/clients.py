@@ -50,8 +50,8 @@ class Flags(BaseFlags):
     """What load does to drafts, measured."""
 
     prompts: str = flag("questions, as for bench", "mt_bench.jsonl")
-    clients: tuple[int, ...] = flag("numbers", "1,2,4,8,16", type=numbers(least=1))
-    sizes: tuple[int, ...] = flag("nodes; 1 is plain", "1,2,4,8", type=numbers(least=1))
+    clients: tuple[int, ...] = flag("numbers", (1, 2, 4, 8, 16), type=numbers(least=1))
+    sizes: tuple[int, ...] = flag("nodes; 1 is plain", (1, 2, 4, 8), type=numbers(least=1))
     peers: str = flag("llama.cpp's drafts: NONE, NGRAM_SIMPLE, ...", "")
     seconds: float = flag("of all rounds", 60.0, type=at_least(0, float))
 

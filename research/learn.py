@@ -49,7 +49,7 @@ class Flags:
     questions: str = flag("a question file, such as MT-bench's", metavar="FILE")
     drafter: str = flag("name or directory of heads", "eagle")
     shifts: str = flag("comma-separated", ",".join(SHIFTS))
-    points: tuple[int, ...] = flag("answers seen, ascending", "20,50,100", type=numbers())
+    points: tuple[int, ...] = flag("answers seen, ascending", (20, 50, 100), type=numbers())
     out: str = flag("directory for the model's answers", "work/learn")
 
 

@@ -67,7 +67,7 @@ CURVES: dict[str, Cost] = {
 class Flags:
     """What load does to drafts, simulated: a shared budget of nodes, and the rule that `serve` takes sizes by."""
 
-    rows: tuple[int, ...] = flag("rows", "1,2,4,8,16,32", type=numbers(least=1))
+    rows: tuple[int, ...] = flag("rows", (1, 2, 4, 8, 16, 32), type=numbers(least=1))
     answers: int = flag("answers of all clients", 800, type=at_least(1))
     batches: int = flag("batches to share budgets in", 100, type=at_least(1))
 

@@ -56,7 +56,7 @@ class Flags(TemplateFlags, GenerationFlags, BaseFlags):
     drafters: str = flag(
         "comma-separated names or directories of heads (default: the model's own)", ""
     )
-    nodes: tuple[int, ...] = flag("sizes of trees", "8,64", type=numbers())
+    nodes: tuple[int, ...] = flag("sizes of trees", (8, 64), type=numbers())
     fit: str | None = flag(
         "JSONL of other prompts or conversations to grow the trees on (default: the order in the tree "
         "file next to the heads)",

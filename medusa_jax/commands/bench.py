@@ -26,7 +26,6 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.question_files import read_questions
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, read_prompts, record_prompts, spread
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
-from medusa_jax.notation import entries
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -68,10 +67,10 @@ class RaceFlags(GenerationFlags, BaseFlags):
     limit: int = flag(
         "most prompts, of all categories alike; 0 is all", 50, type=at_least(0)
     )
-    drafters: str | None = flag(
+    drafters: tuple[str, ...] = flag(
         "comma-separated names, directories, files or hub ids, none for plain decoding (default: the "
         "model's own heads)",
-        None,
+        (),
     )
     repeats: int = flag("timed rounds; medians count", 3, type=at_least(1))
     out: str = flag("directory for results", "work/bench")
@@ -101,10 +100,10 @@ class TemplateFlags:
 class Flags(TemplateFlags, RaceFlags):
     """Compare drafters and trees with the autoregressive loop."""
 
-    drafters: str | None = flag(
+    drafters: tuple[str, ...] = flag(
         "comma-separated names, directories, files or hub ids; NAME@TREE gives one a tree, none is plain "
         "decoding (default: all heads that come with the model, and prompt_lookup)",
-        None,
+        (),
     )
     questions: str | None = flag(
         "instead of --prompts: a question file as published (Spec-Bench, MT-bench, AlpacaEval, HumanEval, "
@@ -116,7 +115,7 @@ class Flags(TemplateFlags, RaceFlags):
     batches: tuple[int, ...] = flag(
         "comma-separated batch sizes; prompts are cut to one length, and texts do not end early "
         "(default: a prompt at a time)",
-        "none",
+        (),
         type=numbers(least=1),
     )
 
@@ -228,8 +227,8 @@ def run(flags: Flags) -> int:
     if flags.batches and flags.by_category:
         raise UserError("--by_category does not go with --batches")
     out = out_directory(flags.out)
-    names = entries(flags.drafters or "") or default_names(flags.model)
-    entrants = marked([*load_entrants(flags, names, flags.trees)])
+    drafters = flags.drafters or default_names(flags.model)
+    entrants = marked([*load_entrants(flags, drafters, flags.trees)])
     model = entrants[0].model
     if flags.questions:
         tasks = question_tasks(flags, flags.questions, model)
@@ -276,10 +275,12 @@ def out_directory(path: str, flag: str = "--out") -> Path:
     return out
 
 
-command_line = CommandLine("medusa bench", Flags, run, EXAMPLES)
+class RaceLine(CommandLine[Flags]):
+    """`bench race` is the same command."""
+
+    def parse(self, argv: Sequence[str] | None = None) -> Flags:
+        words = list(sys.argv[1:] if argv is None else argv)
+        return super().parse(words[words[:1] == ["race"] :])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; `bench race` is the same command."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return command_line(words[words[:1] == ["race"] :])
+main = RaceLine("medusa bench", Flags, run, EXAMPLES)

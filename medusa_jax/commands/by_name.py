@@ -14,7 +14,7 @@ class Command(NamedTuple):
 
     Attributes:
       group: its heading in the list.
-      module: has `main(argv)`, which returns the exit status.
+      module: has `main(argv)`, which returns the exit status: in `commands/` the `CommandLine` of its `run(flags)`.
       what: a description in one line.
     """
 

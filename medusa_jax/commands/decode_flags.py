@@ -92,7 +92,7 @@ class SamplingFlags(GenerationFlags):
     )
     logit_bias: dict[int, float] = flag(  # noqa: RUF009
         "numbers to add to the logits of tokens, such as 15=-100,7=2.5",
-        "",
+        {},
         type=biases,
         metavar="ID=BIAS,...",
     )

@@ -97,6 +97,7 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
     split: str = flag("of a hub dataset", "train")
 
 
+@on_hosts
 def run(flags: Flags) -> int:
     """Answer the seeds."""
     from medusa_jax import hosts
@@ -239,4 +240,4 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     return 0
 
 
-main = CommandLine("medusa distill", Flags, on_hosts(run), EXAMPLES, resumes=True)
+main = CommandLine("medusa distill", Flags, run, EXAMPLES, resumes=True)

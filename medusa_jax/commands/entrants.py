@@ -1,5 +1,6 @@
 """What `bench` compares: plain decoding, and drafters with their trees, all on one backbone."""
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterato
 
     base: Model | None = None
     for entry in names:
-        name, _, tree = entry.partition("@")
+        name, _, tree = (entry, "", "") if os.path.exists(entry) else entry.partition("@")
         specs = tree_specs(tree or trees)
         spec = "auto" if "auto" in specs else specs[0]
         headless = name == "none" or is_baseline(split_drafter(name)[0])

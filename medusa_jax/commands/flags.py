@@ -55,14 +55,14 @@ class Parser(argparse.ArgumentParser):
 def flag(help: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
     """A field of a command's flags; without a default it must be given.
 
-    Its type is the field's: a bool needs no value, a list may be given several times.
+    Its type is the field's: a bool needs no value, a list may be given several times, a tuple of words is "a,b".
 
     Args:
       help: text for --help; the default is added unless it is None, False, empty or mentioned.
       how: further arguments of argparse's `add_argument`.
     """
     argument = {"default": default}
-    if isinstance(default, list):
+    if isinstance(default, list | dict):
         argument = {"default_factory": default.copy}
     return dataclasses.field(metadata={"help": help} | how, **argument)
 
@@ -84,15 +84,20 @@ def parser_of(kind: type, name: str, examples: str = "") -> Parser:
     for field in dataclasses.fields(kind):
         owners = [b for b in kind.__mro__ if field.name in getattr(b, FIELDS, ())]
         metadata = (getattr(b, FIELDS)[field.name].metadata for b in owners)
-        how = _kind_of_flag(kinds[field.name]) | dict(next(filter(None, metadata)))
+        declared = next(filter(None, metadata), None)
+        if declared is None:  # a field that is no flag
+            continue
+        how = _kind_of_flag(kinds[field.name]) | dict(declared)
         if field.default_factory is not dataclasses.MISSING:
             how["default"] = field.default_factory()
         elif field.default is not dataclasses.MISSING:
             how["default"] = field.default
         else:
             how["required"] = True
+        if isinstance(how.get("default"), tuple) and how["default"]:  # as it is typed
+            how["default"] = ",".join(map(str, how["default"]))
         default = how.get("default")
-        shown = default is not False and default not in (None, "", [])
+        shown = type(default) in (int, float) or default  # also 0
         if shown and "default" not in how["help"]:
             how["help"] += " (default: %(default)s)"
         names.append(how.pop("name", f"--{field.name}"))
@@ -111,6 +116,8 @@ def _kind_of_flag(kind: Any) -> dict[str, Any]:
         return {"action": "store_true"}
     if typing.get_origin(kind) is list:
         return {"action": "append"}
+    if kind == tuple[str, ...]:
+        return {"type": lambda text: tuple(entries(text))}
     [kind, *_] = typing.get_args(kind) or [kind]  # of X | None the first
     return {} if kind is str else {"type": kind}
 
@@ -133,20 +140,30 @@ class CommandLine(Generic[Parsed]):
     examples: str = ""
     resumes: bool = False
 
+    def parser(self) -> Parser:
+        return parser_of(self.kind, self.name, self.examples)
+
     def parse(self, argv: Sequence[str] | None = None) -> Parsed:
         """The flags of a command line.
 
         Raises:
           UserError: an unknown flag, or a bad value.
         """
-        parser = parser_of(self.kind, self.name, self.examples)
-        return self.kind(**vars(parser.parse_args(argv)))
+        return self.kind(**vars(self.parser().parse_args(argv)))
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Parse, and run; bad input is one line and exit status 2."""
         words = sys.argv[1:] if argv is None else argv
         again = shlex.join([*self.name.split(), *words]) if self.resumes else ""
         return run_main(lambda: self.run(self.parse(words)), again)
+
+
+class FieldsLine(CommandLine[Parsed]):
+    """A command that takes the fields of a training, too, and leaves them as words in `fields` of its flags."""
+
+    def parse(self, argv: Sequence[str] | None = None) -> Parsed:
+        values, fields = self.parser().parse_known_args(argv)
+        return self.kind(**vars(values) | {"fields": tuple(fields)})
 
 
 def at_least(

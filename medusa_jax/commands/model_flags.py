@@ -77,7 +77,9 @@ class ModelFlags(BaseFlags):
 class MeshFlags:
     """The devices that a model is spread over."""
 
-    mesh: tuple[int, ...] = flag("devices along data,fsdp,tensor", "1,1,1", type=numbers())
+    mesh: tuple[int, ...] = flag(
+        "devices along data,fsdp,tensor", (1, 1, 1), type=numbers()
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import Terminated, UserError
 from medusa_jax.files.json_files import read_json
-from medusa_jax.notation import entries
 from medusa_jax.progress import duration
 from medusa_jax.whole_files import Json, read_text, write_json, write_text
 
@@ -61,7 +60,9 @@ class Flags:
         "train these heads further, such as the heads of the model before its fine-tuning",
         None,
     )
-    to: str = flag("comma-separated engines to convert the heads for, as convert --to", "")
+    to: tuple[str, ...] = flag(
+        "comma-separated engines to convert the heads for, as convert --to", ()
+    )
     chat_template: str | None = flag("a shipped one (default: the tokenizer's own)", None)
     limit: int = flag("most questions; 0 is all", 200, type=at_least(0))
     max_new_tokens: int = flag("per answer", 200, type=at_least(1))
@@ -85,7 +86,7 @@ def sft_draft(
     Returns: the directory of the heads, with tree and certificate.
     """
     given: Json = {"model": fspath(model), "questions": fspath(data), "out": fspath(out)}
-    given |= {"start": fspath(start) if start else None, "to": ",".join(to)}
+    given |= {"start": fspath(start) if start else None, "to": tuple(to)}
     run(Flags(**given, **more))
     return str(Path(out, HEADS))
 
@@ -94,11 +95,6 @@ def run(flags: Flags) -> int:
     """Plan, then do the parts that are not done yet."""
     from medusa_jax import hosts
 
-    if marks := {*flags.out} & {
-        ",",
-        "@",
-    }:  # data.source and --drafters are lists with these
-        raise UserError(f"--out {flags.out!r}: give a path without {' and '.join(marks)}")
     out = Path(flags.out)
     with hosts.locked(out), next_command.silent():
         plan = plan_of(flags, out)
@@ -159,7 +155,7 @@ def check_engines(flags: Flags, out: Path) -> None:
     heads = stored.fitted(base).heads if stored else recipe(flags, out).heads
     if flags.drafter not in (None, heads.drafter):
         raise UserError(f"--start has {heads.drafter} heads: leave out --drafter")
-    for engine in entries(flags.to):
+    for engine in flags.to:
         if reason := why_not(heads, engine, base.config):
             raise UserError(reason)
 
@@ -254,8 +250,8 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     """Do what has no result yet; returns the directory of the heads."""
     text, heads = out / "text", out / HEADS
     steps, batch = plan["job"]["steps"], plan["job"]["batch"]
-    shared = {"model": flags.model, "max_new_tokens": flags.max_new_tokens}
-    shared |= {"chat_template": flags.chat_template}
+    shared: Json = {"model": flags.model, "max_new_tokens": flags.max_new_tokens}
+    template = flags.chat_template or ""
 
     def part(name: str, result: Path, do: Callable[[], int]) -> None:
         if result.exists():
@@ -272,28 +268,31 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
                 Terminated(status) if status == 128 + signal.SIGTERM else KeyboardInterrupt
             )
 
-    part("answers", text / "provenance.json", lambda: call(
-        distill.main, prompts=flags.questions, out=text, limit=plan["job"]["questions"], max_turns=1,
-        batch_size=BATCH, server=flags.server, **shared,
-    ))  # fmt: skip
+    part("answers", text / "provenance.json", lambda: distill.run(distill.Flags(
+        prompts=flags.questions, out=str(text), limit=plan["job"]["questions"], max_turns=1,
+        batch_size=BATCH, server=flags.server, chat_template=template, **shared,
+    )))  # fmt: skip
     source, kept, evaluated = split(text)
-    part("training", heads / "heads.json", lambda: train.run(recipe(flags, out, **{
+    part("training", heads / "heads.json", lambda: train.train(recipe(flags, out, **{
         "data.source": str(source), "data.eval_source": str(evaluated), "data.held_out": 0, "train.steps": steps,
         "train.batch_size": batch, "train.eval_every": max(1, steps // 4),
     })))  # fmt: skip
-    part("tree", heads / "tree.json", lambda: call(
-        calibrate.main, drafter=heads, prompts=kept, out=heads / "tree.json", batches=1, **shared,
-    ))  # fmt: skip
-    both = f"{out / 'start'},{heads}" if flags.start else heads
-    part("comparison", out / "compare" / "race.json", lambda: call(
-        bench.command_line, drafters=both, prompts=kept, limit=COMPARED, repeats=1, out=out / "compare", **shared,
-    ))  # fmt: skip
+    part("tree", heads / "tree.json", lambda: calibrate.run(calibrate.Flags(
+        drafter=str(heads), prompts=str(kept), out=str(heads / "tree.json"), batches=(1,),
+        chat_template=template, **shared,
+    )))  # fmt: skip
+    compared = [out / "start", heads] if flags.start else [heads]
+    part("comparison", out / "compare" / "race.json", lambda: bench.run(bench.Flags(
+        drafters=tuple(map(str, compared)), prompts=str(kept), limit=COMPARED, repeats=1,
+        out=str(out / "compare"), chat_template=template or "auto", **shared,
+    )))  # fmt: skip
     if not (heads / "certificate").exists():
         certify(flags.model, str(heads), str(heads))
-    for engine in entries(flags.to):
+    for engine in flags.to:
         if not (out / engine).exists():
-            to = {"to": engine, "out": out / engine}
-            call(convert.main, model=flags.model, drafter=heads, **to)
+            convert.run(convert.Flags(
+                model=flags.model, drafter=str(heads), to=engine, out=str(out / engine),
+            ))  # fmt: skip
     return heads
 
 
@@ -313,12 +312,6 @@ def split(text: Path) -> tuple[Path, Path, Path]:
             write_token_directory(file.with_suffix(""), [json.loads(line) for line in part])
     source, evaluated = [file.with_suffix("") for file in files] if continued else files
     return source, files[1], evaluated
-
-
-def call(command_line: CommandLine, **flags: object) -> int:
-    """Run a command with flags, those that are None left out; returns its exit status."""
-    words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-    return command_line.run(command_line.parse(words))
 
 
 main = CommandLine("medusa own", Flags, run, EXAMPLES, resumes=True)

@@ -7,12 +7,12 @@ import shlex
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.entry import run_main
-from medusa_jax.commands.flags import HostFlags, Parser, flag, host_flags, parser_of
+from medusa_jax.commands.flags import FieldsLine, HostFlags, Parser, flag, host_flags
 from medusa_jax.commands.next_command import print_next
 from medusa_jax.config import (
     Config,
@@ -27,6 +27,7 @@ from medusa_jax.devices.machine import keep_memory, warn_if_accelerator_unused
 from medusa_jax.errors import Terminated, UserError, did_you_mean, nearest, stop_signal
 from medusa_jax.heads.names import is_module_class
 from medusa_jax.notation import entries
+from medusa_jax.training.data.sources import places
 
 EXAMPLES = """\
 examples:
@@ -50,46 +51,55 @@ class Flags(HostFlags):
         "checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there", None
     )
     devices: int | None = flag("simulated devices of a dry run", None, metavar="N")
+    # As they are typed: "--config.optim.lr=1e-3".
+    fields: tuple[str, ...] = ()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; bad input is one line on stderr and exit status 2."""
-    args = sys.argv[1:] if argv is None else argv
+class TrainLine(FieldsLine[Flags]):
+    """Says what goes on after a stop."""
 
-    def go() -> int:
-        if not args:
-            parser_of(Flags, "train.py", EXAMPLES).print_help()
-            return 2
-        flags, cfg, complete = parse_all(args)
-        from medusa_jax import hosts  # here, not for --help
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        words = sys.argv[1:] if argv is None else argv
 
-        if flags.devices is not None:
-            from medusa_jax.devices.platforms import simulate_devices
+        def go() -> int:
+            if not words:
+                self.parser().print_help()
+                return 2
+            status = self.run(self.parse(words))
+            from medusa_jax import hosts  # here, not for --help
 
-            if not cfg.dry_run or flags.devices < 1:
-                raise UserError(
-                    "--devices simulates 1 or more devices for --config.dry_run"
-                )
-            simulate_devices(flags.devices)
-        hosts.join(host_flags(flags))
-        with hosts.fail_together():
-            try:
-                status = run(complete(cfg))
-            except (KeyboardInterrupt, Terminated) as stop:
-                if cfg.dry_run:
-                    raise
-                status = 128 + stop_signal(stop)
-                inform(f"stopped at once; {last_checkpoint(cfg.workdir)}")
             if status and hosts.first():
                 by_file = sys.argv[0].endswith("train.py")
                 program = f"python {sys.argv[0]}" if by_file else "medusa train"
-                inform(f"to go on: {program} {shlex.join(args)}")
+                inform(f"to go on: {program} {shlex.join(words)}")
             return status
 
-    return run_main(go)
+        return run_main(go)
 
 
-def run(cfg: Config) -> int:
+def run(flags: Flags) -> int:
+    """Train by a configuration's file; returns the exit status, as `train`."""
+    cfg, complete = configured(flags)
+    from medusa_jax import hosts  # here, not for --help
+
+    if flags.devices is not None:
+        from medusa_jax.devices.platforms import simulate_devices
+
+        if not cfg.dry_run or flags.devices < 1:
+            raise UserError("--devices simulates 1 or more devices for --config.dry_run")
+        simulate_devices(flags.devices)
+    hosts.join(host_flags(flags))
+    with hosts.fail_together():
+        try:
+            return train(complete(cfg))
+        except (KeyboardInterrupt, Terminated) as stop:
+            if cfg.dry_run:
+                raise
+            inform(f"stopped at once; {last_checkpoint(cfg.workdir)}")
+            return 128 + stop_signal(stop)
+
+
+def train(cfg: Config) -> int:
     """Train, or with `dry_run` only compile.
 
     Returns: the exit status; of a training that a signal stopped, 128 + the signal's number.
@@ -155,7 +165,7 @@ def tell_calibration(workdir: str, model: str, data: DataConfig, name: str) -> N
 
 def prompts_in(data: DataConfig) -> str:
     """Prompts for `calibrate`: held-out text, else text that heads learned from; "" if all sources are tokens alone."""
-    for source in entries(data.eval_source) + entries(data.source):
+    for source in places(data.eval_source) + places(data.source):
         # `distill` and the demo's corpus write prompts next to the tokens.
         names = ("samples.jsonl", "prompts.jsonl", "tokens.npy")
         found = [name for name in names if os.path.isfile(os.path.join(source, name))]
@@ -173,29 +183,27 @@ def last_checkpoint(workdir: str) -> str:
 
 
 def parse(args: list[str]) -> Config:
-    """Command line -> complete configuration; raises as `parse_all`."""
-    _, cfg, complete = parse_all(args)
+    """Command line -> complete configuration; raises as `configured`."""
+    cfg, complete = configured(main.parse(args))
     return complete(cfg)
 
 
-def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config]]:
-    """Command line -> the flags, the configuration, and what completes it on this device.
+def configured(flags: Flags) -> tuple[Config, Callable[[Config], Config]]:
+    """The configuration that the flags ask for, and what completes it on this device.
 
     Raises:
       UserError: an unknown flag or field (the nearest one is named), or a value of another type.
     """
-    namespace, field_args = parser_of(Flags, "train.py", EXAMPLES).parse_known_args(args)
-    flags = Flags(**vars(namespace))
     module = None if flags.config is None else load_recipe(flags.config)
     cfg = Config() if module is None else module.get_config()
-    known_fields, _ = fields_parser(cfg).parse_known_args(field_args)
+    known_fields, _ = fields_parser(cfg).parse_known_args(flags.fields)
     drafter = vars(known_fields).get("heads.drafter")
     if drafter and type(cfg.heads) is HeadsConfig:
         from medusa_jax.heads.registry import whole_config  # imports JAX: not for --help
 
         # With the fields of this drafter, which the command line may set, too.
         cfg.heads = whole_config(dataclasses.replace(cfg.heads, drafter=drafter))
-    values = vars(fields_parser(cfg).parse_args(field_args))
+    values = vars(fields_parser(cfg).parse_args(flags.fields))
     for path, value in values.items():
         override(cfg, path, value)
     if module is None:
@@ -207,12 +215,7 @@ def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config
         raise UserError("--workdir=DIR is missing: where checkpoints and results go")
     cfg.workdir = os.path.abspath(cfg.workdir)
     complete = getattr(module, "complete", lambda cfg, _: cfg)
-    return flags, cfg, lambda cfg: complete(cfg, frozenset(values))
-
-
-def load_config(path: str) -> Config:
-    """The configuration of a Python file."""
-    return load_recipe(path).get_config()  # type: ignore[no-any-return]
+    return cfg, lambda cfg: complete(cfg, frozenset(values))
 
 
 def load_recipe(path: str) -> types.ModuleType:
@@ -281,5 +284,4 @@ def reader(kind: Any) -> Callable[[str], Any]:
     return read
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = TrainLine("train.py", Flags, run, EXAMPLES)

@@ -23,7 +23,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
-from medusa_jax.notation import byte_size, entries
+from medusa_jax.notation import byte_size
 from medusa_jax.sharding import PyTree, bytes_on_device, make_mesh
 from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.training.data import sources
@@ -57,8 +57,8 @@ def dry_run(plan: RunPlan) -> Json:
 
     With local text and a local tokenizer it prints a sample, its counted tokens marked.
     """
-    tokenizer = plan.model.tokenizer_path
-    if any(map(os.path.exists, entries(plan.data.source)[:1])) and is_here(tokenizer):
+    tokenizer, named = plan.model.tokenizer_path, sources.places(plan.data.source)
+    if named and os.path.exists(named[0]) and is_here(tokenizer):
         print(preview(plan.data, tokenizer))
     shapes = shapes_of(plan)
     report = sizes(shapes)

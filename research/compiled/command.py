@@ -13,7 +13,7 @@ import jax
 
 from medusa_jax.api import DEMO
 from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
-from medusa_jax.commands.train import load_config
+from medusa_jax.commands.train import load_recipe
 from medusa_jax.console import announced
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.errors import UserError, one_of
@@ -114,7 +114,7 @@ def training_report(
     path: str, mesh: tuple[int, int, int] | None, target: Target
 ) -> report.Report:
     """Figures of a recipe's training step."""
-    cfg = load_config(path)
+    cfg = load_recipe(path).get_config()
     with compiling_for(target):
         program, facts = compile_training(cfg, target, mesh or cfg.mesh)
     lines = read_program(program.as_text() or "")
@@ -139,7 +139,7 @@ def case_of(flags: Flags, target: Target) -> tuple[Case, Drafter, Tree]:
         case = dataclasses.replace(case, dtype=dtype, storage=storage, layers=layers)
     is_plain = flags.drafter == "none"
     if flags.drafter.endswith(".py"):
-        heads = load_config(flags.drafter).heads
+        heads = load_recipe(flags.drafter).get_config().heads
     else:
         name = "medusa" if is_plain else flags.drafter
         kind = drafter_class(name)

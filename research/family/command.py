@@ -14,12 +14,10 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_jax.commands import train
-from medusa_jax.commands.entry import run_main
-from medusa_jax.commands.flags import at_least, flag, parser_of
+from medusa_jax.commands.flags import FieldsLine, at_least, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.kept_programs import use_compilation_cache
@@ -68,9 +66,11 @@ class Flags(Study):
     lm_head: str = flag("own, shared or low_rank, for all", "low_rank")
     rank: int = flag("of low_rank", 64)
     out: str = flag("directory for everything", "work/family")
+    # Of every training, as they are typed.
+    fields: tuple[str, ...] = ()
 
 
-def train_one(flags: Flags, extra: Sequence[str], name: str, seed: int) -> Path:
+def train_one(flags: Flags, name: str, seed: int) -> Path:
     """Train a drafter unless its result exists; returns the directory of the run.
 
     Raises:
@@ -91,7 +91,7 @@ def train_one(flags: Flags, extra: Sequence[str], name: str, seed: int) -> Path:
         "--config.data.cache_features=float32",
         f"--config.data.features_path={flags.out}/features",
         f"--config.train.eval_every={max(flags.steps // CURVE_POINTS, 1)}",
-        f"--config.train.save_every={max(flags.steps // 2, 1)}", *extra,
+        f"--config.train.save_every={max(flags.steps // 2, 1)}", *flags.fields,
         *(f"--config.{f}" for drafter, _, f in (x.partition(":") for x in flags.only) if drafter == name)
     ]  # fmt: skip
     if export.exists():
@@ -131,8 +131,11 @@ def refuse_other(run: Path, config: Json) -> None:
         )
 
 
-def run(flags: Flags, extra: Sequence[str]) -> int:
+def run(flags: Flags) -> int:
     """Train, measure, write."""
+    wrong = [word for word in flags.fields if not word.startswith("--config.")]
+    if wrong:
+        raise UserError(f"unknown flag {wrong[0]} (see --help)")
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
     use_compilation_cache()
@@ -151,7 +154,7 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
                 f"there is no configs/{flags.recipe}_{name}.py for --drafters {name}"
             )
     # Train everything first, so that all measurements are taken together.
-    dirs = {n: [train_one(flags, extra, n, s) for s in range(flags.seeds)] for n in names}
+    dirs = {n: [train_one(flags, n, s) for s in range(flags.seeds)] for n in names}
     runs = {name: [measure_one(flags, path) for path in dirs[name]] for name in names}
     curves = {name: [curve(path) for path in dirs[name]] for name in names}
     speeds = race_first_seeds(flags, dirs, runs)
@@ -160,10 +163,7 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
     )
     out = Path(flags.out)
     facts = {"runs": runs, "speeds": speeds, "curves": curves}
-    write_json(
-        out / "family.json",
-        facts | {"flags": dataclasses.asdict(flags), "extra": list(extra)},
-    )
+    write_json(out / "family.json", facts | {"flags": dataclasses.asdict(flags)})
     write_text(out / "family.md", text)
     print(text)
     draw(runs, speeds, curves, out / "family.png")
@@ -171,15 +171,4 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; flags of the form --config.field=value are passed to every training."""
-
-    def go() -> int:
-        parser = parser_of(Flags, "python -m research family", EXAMPLES)
-        flags, extra = parser.parse_known_args(argv)
-        wrong = [x for x in extra if not x.startswith("--config.")]
-        if wrong:
-            raise UserError(f"unknown flag {wrong[0]} (see --help)")
-        return run(Flags(**vars(flags)), extra)
-
-    return run_main(go)
+main = FieldsLine("python -m research family", Flags, run, EXAMPLES)

@@ -55,20 +55,23 @@ def test_an_automatic_tree_is_raced_as_decode_runs_it(files, monkeypatch):
 
 
 def test_heads_of_one_family_have_labels_and_files_of_their_own(files, tmp_path):
-    """Names of their directories, or paths where these are equal; a path in a label names no directory."""
+    """Names of their directories, or paths where these are equal; a path in a label names no directory.
+
+    A path may have the marks of lists and trees.
+    """
     drafter = SimpleNamespace(heads=SimpleNamespace(drafter="medusa"))
     model = SimpleNamespace(drafter=drafter, has_drafter=True)
     found = marked([Entrant(name, model, {}) for name in ("a/heads", "b/other")])
     assert [e.mark for e in found] == [" (heads)", " (other)"]
-    heads = [tmp_path / "a" / "heads", tmp_path / "b" / "heads"]
+    heads = [tmp_path / "a,b" / "heads", tmp_path / "b@2" / "heads"]
     for copy in heads:
         shutil.copytree(files[0] / "heads", copy)
-    flags = {
-        "model": files[0], "drafters": f"{heads[0]},{heads[1]},none@none", "trees": "chain:2",
-        "questions": write_lines(tmp_path / "q.jsonl", [SPEC_BENCH[0]]),
-        "out": tmp_path / "out", "max_new_tokens": 4, "repeats": 1,
-    }  # fmt: skip
-    assert bench.main([f"--{k}={v}" for k, v in flags.items()]) == 0
+    flags = bench.Flags(
+        model=str(files[0]), drafters=(*map(str, heads), "none@none"), trees="chain:2",
+        questions=str(write_lines(tmp_path / "q.jsonl", [SPEC_BENCH[0]])),
+        out=str(tmp_path / "out"), max_new_tokens=4, repeats=1,
+    )  # fmt: skip
+    assert bench.run(flags) == 0
     rows = json.loads((tmp_path / "out" / "race.json").read_text())["rows"]
     labels = [f"medusa ({path}), chain:2" for path in heads]
     assert [row["label"] for row in rows[1:3]] == labels

@@ -1,6 +1,7 @@
 """calibrate and convert: files, figures, resuming; how flags are declared."""
 
 import dataclasses
+import importlib
 import json
 import re
 import shlex
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file
 
 import medusa_jax
 from medusa_jax import Options, progress
+from medusa_jax.__main__ import COMMANDS
 from medusa_jax.api import find_heads, find_model
 from medusa_jax.commands import bench, calibrate, convert, train
 from medusa_jax.commands.flags import CommandLine, at_least, flag, parser_of
@@ -102,6 +104,19 @@ def test_a_flag_is_declared_once():
     assert "at most\n" in text
     for wrong in ("--rows=0", "--names=b"):  # too few; no --out
         assert main([wrong]) == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_flags_have_the_defaults_of_the_command_line(name):
+    """So that one command runs another with `Flags`."""
+    module = importlib.import_module(COMMANDS[name].module)
+    main, words, given = module.main, [], {}
+    for field in dataclasses.fields(module.Flags):
+        if field.default is field.default_factory is dataclasses.MISSING:
+            given[field.name] = "x"
+            words.append("x" if "name" in field.metadata else f"--{field.name}=x")
+    assert isinstance(main, CommandLine) and main.run is module.run
+    assert main.parse(words) == module.Flags(**given)
 
 
 def test_calibrate_takes_the_template_of_the_training(files, tmp_path, monkeypatch, capsys):

@@ -20,7 +20,7 @@ from tiny import (
 )
 
 from medusa_jax import sft_draft
-from medusa_jax.commands import own, train, verify
+from medusa_jax.commands import bench, calibrate, distill, own, train, verify
 from medusa_jax.evaluate.own_costs import Costs, Workload
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.training.evaluation import Evaluator
@@ -39,38 +39,40 @@ def given(tmp_path_factory):
 
 
 def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
-    """With flags that its command knows; a stopped part is begun again, a finished one is not."""
+    """A stopped part is begun again, a finished one is not."""
     job = Workload(40, 1, 4, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
     costs = Costs(program=1.0, step=0.01, steps=0.02, token=0.001, learned=0.001)
     monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
-    out, done, stop = tmp_path / "out", [], ["medusa calibrate"]
+    out, done, stop = tmp_path / "out", [], [calibrate]
 
-    def call(program, **flags):
-        words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-        parsed = program.parse(words)
-        done.append(program.name)
-        assert parsed.chat_template == "vicuna"
-        if program.name in stop:
-            stop.remove(program.name)
+    def begin(command, flags):
+        done.append(command)
+        assert flags.chat_template == "vicuna"
+        if command in stop:
+            stop.remove(command)
             os.kill(os.getpid(), signal.SIGTERM)
-        if program.name == "medusa distill":
-            message = [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b"},
-            ]
-            lines = [{"seed": i, "messages": message, "answers": [{}]} for i in range(40)]
-            write_lines(Path(parsed.out) / "messages.jsonl", lines)
-            assert (parsed.limit, parsed.max_turns) == (40, 1)
-            (Path(parsed.out) / "provenance.json").write_text("{}")
-        elif program.name == "medusa calibrate":
-            assert len(Path(parsed.prompts).read_text().splitlines()) == own.HELD_OUT
-            Path(parsed.out).write_text("{}")
-        else:
-            (Path(parsed.out) / "race.json").write_text("{}")
+        return Path(flags.out)
+
+    def answers(flags):
+        place = begin(distill, flags)
+        message = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        lines = [{"seed": i, "messages": message, "answers": [{}]} for i in range(40)]
+        write_lines(place / "messages.jsonl", lines)
+        assert (flags.limit, flags.max_turns) == (40, 1)
+        (place / "provenance.json").write_text("{}")
+        return 0
+
+    def tree(flags):
+        begin(calibrate, flags).write_text("{}")
+        assert len(Path(flags.prompts).read_text().splitlines()) == own.HELD_OUT
+        return 0
+
+    def comparison(flags):
+        (begin(bench, flags) / "race.json").write_text("{}")
         return 0
 
     def training(cfg):
-        done.append("train")
+        done.append(train)
         assert cfg.train.steps == 8 and cfg.data.held_out == 0 and cfg.data.eval_source
         assert cfg.data.chat_template == "vicuna"
         heads = Path(cfg.workdir) / "export"
@@ -81,17 +83,19 @@ def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
 
     for directory in (out / "text", out / "compare"):
         directory.mkdir(parents=True)
-    monkeypatch.setattr(own, "call", call)
-    monkeypatch.setattr(train, "run", training)
+    monkeypatch.setattr(distill, "run", answers)
+    monkeypatch.setattr(calibrate, "run", tree)
+    monkeypatch.setattr(bench, "run", comparison)
+    monkeypatch.setattr(train, "train", training)
     words = [*given, f"--out={out}", "--max_new_tokens=12", "--chat_template=vicuna"]
     assert own.main(words) == 128 + signal.SIGTERM
     said = capsys.readouterr().err
     assert 0 <= said.find("40 questions, 8 steps of training") < said.find("answers: about")
     assert f"to go on: medusa own {' '.join(words)}" in said
-    assert done == ["medusa distill", "train", "medusa calibrate"]
+    assert done == [distill, train, calibrate]
     assert own.main(words) == 0
     said = capsys.readouterr().err
-    assert done[3:] == ["medusa calibrate", "medusa bench"]
+    assert done[3:] == [calibrate, bench]
     assert "answers: done before" in said and "training: done before" in said
     assert (
         f"next: medusa serve --model {given[0]} --drafter {out}/run/export --chat vicuna"
@@ -149,9 +153,6 @@ def test_what_cannot_be_done_is_refused_before_the_work(
         return capsys.readouterr().err
 
     monkeypatch.setattr(own, "do_parts", lambda *_: tmp_path)
-    for mark in (",", "@"):
-        assert f"without {mark}" in refusal(f"--out={tmp_path / f'a{mark}b'}")
-        assert not (tmp_path / f"a{mark}b").exists()
     assert "vlm" in refusal("--to=vlm,vllm")
     assert "--to sglang is for" in refusal("--to=vllm,sglang")
     assert "20 questions in --limit 20 records, 32 are needed" in refusal("--limit=20")
@@ -176,8 +177,11 @@ def test_what_cannot_be_done_is_refused_before_the_work(
 
 @pytest.mark.wide
 def test_heads_are_rebuilt_after_a_fine_tuning(given, tmp_path, monkeypatch, capsys):
-    """From those of the model before, which another fingerprint binds; killed in the training, resumed, converted."""
-    old, tuned, out = tmp_path / "old", tmp_path / "tuned", tmp_path / "out"
+    """From those of the model before, which another fingerprint binds; killed in the training, resumed, converted.
+
+    In a directory whose name has the marks of lists and trees.
+    """
+    old, tuned, out = tmp_path / "old", tmp_path / "tuned", tmp_path / "a,b@c"
     write_ending_model(old, max_position=128, seed=1)
     config, _ = write_chat_model(tuned, MARKED, max_position=128)
     heads = Eagle3Config(n_heads=3, lm_head="own", rope_theta=50.0, n_layers=1)

@@ -184,6 +184,9 @@ def test_several_texts_for_evaluation(tmp_path):
     cfg.eval_source += f",{tmp_path}/none.jsonl"
     with pytest.raises(UserError, match="no file or token directory /"):
         sources.check_all_exist(cfg)
+    comma = write_tokens(tmp_path / "a,b", n=40)  # one directory, not two
+    texts = read_texts(DataConfig(comma, eval_source=comma, seq_len=16), "", "", VOCAB)
+    assert [text.directory for text in texts.train + texts.held_out] == [comma, comma]
 
 
 # The input pipeline: what a step reads is a function of its number.

@@ -107,11 +107,11 @@ from medusa_jax.devices.platforms import simulate_devices
 
 simulate_devices(8)
 import jax
-from medusa_jax.commands.train import load_config
+from medusa_jax.commands.train import load_recipe
 from medusa_jax.config import LlamaConfig
 from medusa_jax.training import dry
 
-cfg = load_config(sys.argv[1])
+cfg = load_recipe(sys.argv[1]).get_config()
 cfg.model.path, cfg.mesh, cfg.dry_run, cfg.train.dtype = "", (1, 8, 1), True, "bfloat16"
 cfg.model.arch = LlamaConfig(vocab_size=256, d_model=64, n_layers=1, n_heads=8, n_kv_heads=8,
                              head_dim=8, d_ff=512, max_position=64)

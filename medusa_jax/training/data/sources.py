@@ -25,13 +25,18 @@ class Line(NamedTuple):
     data: bytes
 
 
+def places(text: str) -> list[str]:
+    """The entries of a list of files, directories and ids; a path that exists is one, whatever commas it has."""
+    return [text] if os.path.exists(text) else entries(text)
+
+
 def names(source: str) -> list[str]:
     """The names in `data.source`.
 
     Raises:
       UserError: there is none.
     """
-    entered = entries(source)
+    entered = places(source)
     if not entered:
         raise UserError("data.source is empty: name a file, a directory or a dataset id")
     return entered
@@ -64,7 +69,7 @@ def read_records(source: str, pack: DataConfig) -> Sequence[object]:
 
 def check_all_exist(data: DataConfig) -> None:
     """Refuse names of files that do not exist, before a model is read."""
-    for name in [*names(data.source), *entries(data.eval_source)]:
+    for name in [*names(data.source), *places(data.eval_source)]:
         check_exists(name)
 
 

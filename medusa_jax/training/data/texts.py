@@ -17,7 +17,6 @@ from medusa_jax.config import DataConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import TOKENIZER_FILES
-from medusa_jax.notation import entries
 from medusa_jax.training.data import sources
 from medusa_jax.training.data.rows import ARRAYS, TokenRows, token_arrays, write_tokens
 from medusa_jax.training.data.tokenise import tokenise
@@ -52,7 +51,7 @@ def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) 
             inform(f"{source}: {text.beyond} counted tokens lie beyond data.seq_len")
         return text
 
-    names, evaluated = sources.names(data.source), entries(data.eval_source)
+    names, evaluated = sources.names(data.source), sources.places(data.eval_source)
     divided = bool(data.kept_share)
     train = [rows(name, data, "train" if divided else "") for name in names]
     held_out = []
