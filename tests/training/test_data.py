@@ -153,6 +153,24 @@ def test_only_tokens_within_rows_count_and_the_others_are_reported(tmp_path, cap
     assert 0 < kept.sum() < 400 and capsys.readouterr().err.count(said) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "array", "fields"),
+    [
+        ("counted.npy", np.arange(40) % 20 >= 16, {}),  # prompts fill the rows
+        ("counted.npy", np.zeros(40, bool), {"packing": "concat"}),
+        ("doc_starts.npy", np.array([0, 0]), {"held_out": 0.5}),
+        ("doc_starts.npy", np.arange(40), {}),
+    ],
+)
+def test_a_text_with_nothing_to_predict_is_refused(tmp_path, name, array, fields):
+    tokens = {"tokens.npy": np.arange(40), "doc_starts.npy": np.array([0, 20])}
+    for file, values in (tokens | {name: array}).items():
+        np.save(tmp_path / file, values)
+    cfg = DataConfig(str(tmp_path), seq_len=16, **fields)
+    with pytest.raises(UserError, match="no counted token is left within"):
+        read_texts(cfg, "", "", VOCAB)
+
+
 def test_limits_hold_for_token_directories(tmp_path, capsys):
     """As for text: of the first samples those whose counted tokens do not repeat themselves."""
     answers, source = [[*range(10, 19)], [7] * 12, [20], [30]], str(tmp_path)

@@ -111,6 +111,7 @@ class TokenRows(Rows):
 
     Attributes:
       part: "train" and "held out" divide the samples by `DataConfig.held_out`; "" has all.
+      rows: 0 if there is nothing to predict in them.
       lengths: number of tokens that rows contain of each sample.
       beyond: "5 of 90" if 5 targets of all parts are after `seq_len` tokens of their sample, "" if none is.
     """
@@ -150,6 +151,9 @@ class TokenRows(Rows):
             self.rows = len(self.packed)
         else:
             self.rows = max(size // cfg.seq_len - 1, 1)
+        targets = self._targets()
+        targets[self.starts[self.starts < size]] = False  # nothing predicts a first token
+        self.rows = self.rows if targets.any() else 0
 
     def counts(self, vocab_size: int) -> np.ndarray:
         return np.bincount(self.tokens[self._targets()], minlength=vocab_size)

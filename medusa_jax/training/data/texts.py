@@ -42,6 +42,9 @@ def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) 
 
     Args:
       tokenizer: its path; "" is enough for token directories.
+
+    Raises:
+      UserError: a text is unreadable or has nothing to predict.
     """
 
     def rows(source: str, pack: DataConfig, part: str, shuffle: bool = True) -> TokenRows:
@@ -49,6 +52,8 @@ def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) 
         text = TokenRows(directory, pack, vocab_size, shuffle, part)
         if text.beyond and part != "held out":
             inform(f"{source}: {text.beyond} counted tokens lie beyond data.seq_len")
+        if not text.rows and part != "held out":
+            raise UserError(f"{source}: no counted token is left within data.seq_len")
         return text
 
     names, evaluated = sources.names(data.source), sources.places(data.eval_source)
@@ -61,7 +66,7 @@ def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) 
     elif divided:
         held_out = [rows(name, data, "held out", shuffle=False) for name in names]
         if not any(text.rows for text in held_out):
-            inform("nothing is evaluated: data.held_out keeps no sample")
+            inform("nothing is evaluated: data.held_out keeps no counted token")
     return Texts(train, [text for text in held_out if text.rows])
 
 
