@@ -39,9 +39,6 @@ SIZES: dict[str, Cell] = {
     "step latency": "{step_latency_ratio:.2f}x",
     "speed-up (predicted)": "{predicted_speedup:.2f}",
 }
-# Default tree sizes. On a CPU each takes longer to compile than to time.
-SIZES_TO_TIME = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
-CPU_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 RUNG: dict[str, Cell] = {
     "nodes": "{nodes}",
     "tokens/step": "{tokens_per_step:.3f}",
@@ -76,7 +73,7 @@ class Flags(GenerationFlags, MeshFlags, ModelFlags):
     sizes: tuple[int, ...] | None = flag(
         "tree sizes to time, until larger ones are clearly slower (default: up to 64, fewer on a CPU)",
         None,
-        type=numbers(least=1),
+        type=numbers(least=1, most=128),
     )
     rounds: int = flag("timed rounds of each size", 7, type=at_least(1))
     no_copies: bool = flag(
@@ -129,7 +126,7 @@ def run(flags: Flags) -> int:
         model,
         prompts,
         options,
-        flags.sizes or (CPU_SIZES if on_cpu else SIZES_TO_TIME),
+        flags.sizes or (),
         batches=batches,
         rounds=flags.rounds,
         copies=not flags.no_copies,

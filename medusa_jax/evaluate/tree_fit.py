@@ -31,6 +31,9 @@ from medusa_jax.whole_files import Json, write_json
 
 # Choices stored in a tree file, in order of worth: enough for trees of up to 128 nodes.
 GROWTH = 127
+# Default tree sizes. On a CPU each takes longer to compile than to time.
+SIZES_TO_TIME = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+CPU_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Rounds per size, and steps of a timed run.
 ROUNDS, STEPS = 7, 8
 # A larger tree must be faster by more than this, since two measurements may differ by as much.
@@ -58,17 +61,24 @@ def fit_tree(
 
     Args:
       options: of the texts; their temperature selects the acceptance rule.
-      sizes: numbers of nodes to time until larger trees are clearly slower; 1 (plain) is added.
+      sizes: numbers of nodes to time until larger trees are clearly slower; 1 (plain) is added; (): the usual ones.
       batches: batch sizes, one rung each; the evidence is that of the first.
       copies: whether trees may hold a chain copied from the text.
       keep: file for the ranks of finished texts, from which an interrupted run continues.
       texts: the model's answers to the prompts, if they are known.
+
+    Raises:
+      UserError: a size is beyond the texts' largest tree, or as for `rank_texts`.
     """
     ranked = rank_texts(model, prompts, options, keep, texts)
     total = TextRanks.join(ranked)
     grow = partial(growth.order_by_steps, n_choices=GROWTH, copies=copies)
     order = grow(ranked)
-    sizes = sorted({1, *(s for s in sizes if s <= len(order.growth) + 1)})
+    largest = len(order.growth) + 1
+    if max(sizes, default=1) > largest:
+        raise UserError(f"the largest tree of these texts has {largest} nodes")
+    usual = CPU_SIZES if jax.default_backend() == "cpu" else SIZES_TO_TIME
+    sizes = sorted({1, *(sizes or (s for s in usual if s <= largest))})
     tokens = dict(zip(sizes, growth.held_out_tokens(ranked, grow, sizes)))
     time_trees = partial(
         time_sizes, model, order, tokens, model.encode(prompts[0]),

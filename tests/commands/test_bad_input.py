@@ -76,6 +76,7 @@ ROWS = {
     ],
     "calibrate": [
         ("--batches 4,99999999", "--batches: from 1 to 4096, not 99999999"),
+        ("--sizes 64,200", "--sizes: from 1 to 128, not 200"),
         ("--out .", "--out . is a directory"),
         ("--drafter none", "give --drafter"),
         ("--drafter prompt_lookup", "prompt_lookup has no heads"),

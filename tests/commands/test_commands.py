@@ -178,6 +178,8 @@ def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypat
     model.no_repeat_ngram_size = 2
     tree_fit.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
     assert written == [2] * 11
+    with pytest.raises(UserError, match="largest tree of these texts has "):
+        tree_fit.fit_tree(model, PROMPTS, options, (2, 129))
 
 
 def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch, capsys):
