@@ -179,7 +179,24 @@ def test_a_directory_of_text_files(vicuna, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "2 of 3 samples used" in said and f"1 x no text, first in {folder}/c.txt" in said
     (folder / "b.md").write_text("A tree is a graph without cycles.\n")
+    (folder / "a" / "package.json").write_text("{}")
     assert directory_of(cfg) != first
+
+
+@pytest.mark.parametrize(
+    ("data", "others"),
+    [("train.jsonl", ["README.md"]), ("a/train.json", ["README.md"]),
+     ("train.jsonl", ["README.md", "load.py"]), ("messages.jsonl", ["settings.json"])],
+)  # fmt: skip
+def test_a_directory_with_records_is_refused(tmp_path, data, others):
+    """As a clone of a data set has them, or a run of `distill`: its card is not what to learn."""
+    for name in (data, *others):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}')
+    with pytest.raises(
+        UserError, match=f"name the data files of a directory, such as {tmp_path}/{data}"
+    ):
+        read_records(str(tmp_path), DataConfig())
 
 
 def test_samples_that_run_in_circles_are_left_out(vicuna, tmp_path, capsys):

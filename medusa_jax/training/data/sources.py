@@ -46,13 +46,17 @@ def read_records(source: str, pack: DataConfig) -> Sequence[object]:
     """The samples of a source, for `parse`; those of a directory are its text or parquet files.
 
     Raises:
-      UserError: not readable, or no samples.
+      UserError: not readable, no samples, or a directory with files that have to be named.
     """
     name = source.lower()
     files = files_in(source)
     if files and files[0].suffix == ".parquet":
         return _dataset(source, pack)
     if os.path.isdir(source):
+        # Next to code JSON is often no data; next to a README alone it is.
+        kind = "*.json*" if all(file.suffix == ".md" for file in files) else "*.jsonl"
+        if unread := sorted(map(str, Path(source).rglob(kind))):
+            raise UserError(f"name the data files of a directory, such as {unread[0]}")
         records: Sequence[object] = files
     elif not os.path.isfile(source) or name.endswith(".parquet"):
         return _dataset(source, pack)
