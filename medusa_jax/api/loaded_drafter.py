@@ -75,12 +75,11 @@ class LoadedHeads(LoadedDrafter):
     mesh: Mesh = field(kw_only=True)
 
     def read(self, n_heads: int | None) -> LoadedDrafter:
-        storage = self.form.storage
-        heads, params = self._read(n_heads, storage.of_drafts)
-        form = storage.of_deciding_drafts
-        read_wide = None
-        if form != storage.of_drafts:
-            read_wide = partial(self._params, n_heads, form)
+        of_drafts = self.form.storage.of_drafts
+        heads, params = self._read(n_heads, of_drafts)
+        wide, read_wide = self.form.storage.of_deciding_drafts, None
+        if wide != of_drafts:
+            read_wide = partial(self._params, n_heads, wide)
         drafter = make_drafter(heads, self.base.config)
 
         def read_plain() -> tuple[Params, Params, StoredHeads]:
@@ -89,13 +88,13 @@ class LoadedHeads(LoadedDrafter):
 
         return LoadedDrafter(drafter, params, self.directory, read_wide, read_plain)
 
-    def _params(self, n_heads: int | None, form: Storage) -> Params:
-        return self._read(n_heads, form)[1]
+    def _params(self, n_heads: int | None, storage: Storage) -> Params:
+        return self._read(n_heads, storage)[1]
 
-    def _read(self, n_heads: int | None, form: Storage) -> tuple[HeadsConfig, Params]:
-        """The heads with kernels in `form`, and the LM head that they share."""
-        packed = partial(self._packed, n_heads, form)
-        if not form.panel:
+    def _read(self, n_heads: int | None, storage: Storage) -> tuple[HeadsConfig, Params]:
+        """The heads with kernels in the form of `storage`, and the LM head that they share."""
+        packed = partial(self._packed, n_heads, storage)
+        if not storage.panel:
             return packed()
         files = {tensor.file for tensor in self.stored.tensors.values()} | self.base.files
         marks = (
@@ -103,27 +102,27 @@ class LoadedHeads(LoadedDrafter):
             self.base.config,
             n_heads,
             self.form,
-            form,
+            storage,
             self.form.kernels.mark,
         )
         return kept("draft heads", files, marks, packed)
 
-    def _packed(self, n_heads: int | None, form: Storage) -> tuple[HeadsConfig, Params]:
+    def _packed(self, n_heads: int | None, storage: Storage) -> tuple[HeadsConfig, Params]:
         heads, params, _ = load_heads(
             self.stored,
             self.base.config,
             self.mesh,
             n_heads,
             self.form.dtype.name,
-            convert=partial(place_head, form=form, kernels=self.form.kernels),
+            convert=partial(place_head, storage=storage, kernels=self.form.kernels),
             allow_other_base=True,  # `open_drafter` has checked it
         )
         if vocabulary.GROUP in params and self.stored.heads.lm_head == "shared":
-            columns = self._lm_head(form)
+            columns = self._lm_head(storage)
             params[vocabulary.GROUP] = params[vocabulary.GROUP] | columns
         return heads, params
 
-    def _lm_head(self, form: Storage) -> Params:
+    def _lm_head(self, storage: Storage) -> Params:
         """The backbone's LM head for the tokens that the heads score."""
         ids = self.stored.ids
         if ids is None:
@@ -131,7 +130,7 @@ class LoadedHeads(LoadedDrafter):
         kernel_DO = self.base.lm_head_columns(ids).astype(self.form.read_as)
         part = {"lm_head": {"kernel": kernel_DO}}
         part = jax.device_put(part, param_shardings(self.mesh, part))
-        return place_head(part, form, self.form.kernels)
+        return place_head(part, storage, self.form.kernels)
 
 
 def find_drafter(model: str | None, name: str) -> "Baseline | StoredHeads | None":

@@ -40,7 +40,7 @@ struct Blocks {
   static constexpr int kWords = kHead + kUnit / 32 * kBlock;
 };
 
-// A form of panels; see `FORMS` in cpu/panels.py. From kInt8 on they are in blocks.
+// A form of panels; see `FORMS` in compiler.py. From kInt8 on they are in blocks.
 enum Form : int64_t {
   kFloat32 = 1, kBfloat16 = 2,  // as many in a word
   kInt8 = 4,

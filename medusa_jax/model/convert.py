@@ -96,11 +96,11 @@ def place_part(
     return {name if entry == entry_name else entry: value for entry, value in out.items()}
 
 
-def place_head(part: Params, form: Storage, kernels: Kernels) -> Params:
-    """Convert the kernels of an entry of the draft heads, already in its type, to `form`."""
-    if form.panel:  # by NumPy: XLA would still be compiling when that is done
-        return jax.device_put(store(jax.tree.map(np.asarray, part), form, kernels))
-    return jax.block_until_ready(_in_form(part, form, kernels))
+def place_head(part: Params, storage: Storage, kernels: Kernels) -> Params:
+    """Convert the kernels of an entry of the draft heads, already in its type, to the form of `storage`."""
+    if storage.panel:  # by NumPy: XLA would still be compiling when that is done
+        return jax.device_put(store(jax.tree.map(np.asarray, part), storage, kernels))
+    return jax.block_until_ready(_in_form(part, storage, kernels))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
