@@ -158,14 +158,6 @@ class CommandLine(Generic[Parsed]):
         return run_main(lambda: self.run(self.parse(words)), again)
 
 
-class FieldsLine(CommandLine[Parsed]):
-    """A command that takes the fields of a training, too, and leaves them as words in `fields` of its flags."""
-
-    def parse(self, argv: Sequence[str] | None = None) -> Parsed:
-        values, fields = self.parser().parse_known_args(argv)
-        return self.kind(**vars(values) | {"fields": tuple(fields)})
-
-
 def at_least(
     least: float, kind: Callable[[str], Any] = int, most: float = 2**31 - 1
 ) -> Callable[[str], Any]:

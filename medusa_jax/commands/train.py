@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.entry import run_main
-from medusa_jax.commands.flags import FieldsLine, HostFlags, Parser, flag, host_flags
+from medusa_jax.commands.flags import CommandLine, HostFlags, Parser, flag, host_flags
 from medusa_jax.commands.next_command import print_next
 from medusa_jax.config import (
     Config,
@@ -55,7 +55,15 @@ class Flags(HostFlags):
     fields: tuple[str, ...] = ()
 
 
-class TrainLine(FieldsLine[Flags]):
+class FieldsLine(CommandLine[Any]):
+    """A command that takes the fields of a training, too, and leaves them as words in `fields` of its flags."""
+
+    def parse(self, argv: Sequence[str] | None = None) -> Any:
+        values, fields = self.parser().parse_known_args(argv)
+        return self.kind(**vars(values) | {"fields": tuple(fields)})
+
+
+class TrainLine(FieldsLine):
     """Says what goes on after a stop."""
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:

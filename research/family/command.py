@@ -17,7 +17,7 @@ import signal
 from pathlib import Path
 
 from medusa_jax.commands import train
-from medusa_jax.commands.flags import FieldsLine, at_least, flag
+from medusa_jax.commands.flags import at_least, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.kept_programs import use_compilation_cache
@@ -171,4 +171,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = FieldsLine("python -m research family", Flags, run, EXAMPLES)
+main = train.FieldsLine("python -m research family", Flags, run, EXAMPLES)
