@@ -17,7 +17,7 @@ import numpy as np
 from medusa_jax.api import Model, find_model, load
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf import BaseFiles
-from medusa_jax.files.layouts.own_heads import CERTIFICATE
+from medusa_jax.files.layouts.native_heads import CERTIFICATE
 from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.tensors import open_safetensors, save_safetensors
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows

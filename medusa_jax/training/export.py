@@ -10,7 +10,7 @@ from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.config import LoraConfig, ModelConfig
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf_writer import save_backbone
-from medusa_jax.files.layouts import own_heads
+from medusa_jax.files.layouts import native_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.hosts import first
 from medusa_jax.model.lora import merge
@@ -36,7 +36,7 @@ def export(
     trained = trained_backbone(jnp.dtype(model.param_dtype), lora, setup, params)
     if trained is not None:
         arch, backbone = trained
-        base = own_heads.base_record(arch, fingerprint(arch, backbone))
+        base = native_heads.base_record(arch, fingerprint(arch, backbone))
         dtype = jax.tree.leaves(backbone)[0].dtype
         if write:
             ids = copy_tokenizer(model.tokenizer, model.path, directory)
@@ -48,7 +48,7 @@ def export(
         assert base is not None
         draft_ids = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
         heads_params = params["heads"] | draft_ids
-        own_heads.save_heads(
+        native_heads.save_heads(
             heads_directory, heads, heads_params, base=base, recipe=recipe, write=write
         )
 

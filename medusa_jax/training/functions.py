@@ -24,7 +24,7 @@ from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError, differences
 from medusa_jax.files.hf import BaseFiles
-from medusa_jax.files.layouts.own_heads import base_record, save_heads
+from medusa_jax.files.layouts.native_heads import base_record, save_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Params, TextRows
 from medusa_jax.heads.optional import loss_view

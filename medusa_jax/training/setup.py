@@ -15,7 +15,7 @@ from medusa_jax.console import announced
 from medusa_jax.errors import UserError, differences
 from medusa_jax.files import hf
 from medusa_jax.files.fingerprint import Fingerprint
-from medusa_jax.files.layouts import own_heads
+from medusa_jax.files.layouts import native_heads
 from medusa_jax.files.layouts.heads_io import load_heads, open_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import whole_config
@@ -121,7 +121,7 @@ def load_backbone(
         fingerprint = hf.BaseFiles.open(model.path).fingerprint()
     else:
         fingerprint = digest.hexdigest(arch)
-    return LoadedBackbone(arch, params, own_heads.base_record(arch, fingerprint))
+    return LoadedBackbone(arch, params, native_heads.base_record(arch, fingerprint))
 
 
 def first_heads(

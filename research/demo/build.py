@@ -36,7 +36,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files import hf
 from medusa_jax.files.hf_writer import save_backbone
-from medusa_jax.files.layouts import heads_io, own_heads
+from medusa_jax.files.layouts import heads_io, native_heads
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training.run_log import read_log
 from medusa_jax.whole_files import Json, write_json, write_text
@@ -280,7 +280,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
 def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:
     """Install heads in bfloat16 and their tree."""
     heads, params, described = heads_io.load_heads(str(trained), config, make_mesh())
-    own_heads.save_heads(
+    native_heads.save_heads(
         str(out), heads, params, base=described["base"],
         recipe=relative(described["recipe"]), dtype="bfloat16",
     )  # fmt: skip

@@ -30,7 +30,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.files import hf, hf_writer
 from medusa_jax.files.gguf.convert import write_files
 from medusa_jax.files.hf import BaseFiles
-from medusa_jax.files.layouts import own_heads
+from medusa_jax.files.layouts import native_heads
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.files.source import flatten
 from medusa_jax.sharding import make_mesh
@@ -122,7 +122,7 @@ def targets(tmp_path_factory, sentencepiece_dir, tokenizer_json):
     stored = open_heads(str(root / "medusa"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
     tree = unflatten_dict(stored.read(LLAMA), sep="/")
-    own_heads.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
+    native_heads.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
     add("own", own / "heads.safetensors", read_heads, own, weights=True)
     add("own-json", own / "heads.json", read_heads, own, same=False)
 

@@ -32,7 +32,7 @@ from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.tree_size.gate import Gate
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import ranks as recording_ranks
-from medusa_jax.files.layouts import heads_io, own_heads
+from medusa_jax.files.layouts import heads_io, native_heads
 from medusa_jax.heads.drafter import Backbone, Committed, Ranked, TextRows
 from medusa_jax.heads.names import BASELINES, DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
@@ -204,7 +204,7 @@ def test_files_are_strict(name, tmp_path):
     params = jax.tree.map(np.float32, params)
     config, path = backbone.llama.config, str(tmp_path)
     record = {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
-    own_heads.save_heads(path, drafter.heads, params, base=record, recipe={})
+    native_heads.save_heads(path, drafter.heads, params, base=record, recipe={})
     heads, loaded, _ = heads_io.load_heads(path, config, make_mesh())
     assert heads == drafter.heads
     jax.tree.map(np.testing.assert_array_equal, params, loaded)

@@ -11,7 +11,7 @@ from tiny import tiny_arch
 
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.files.layouts import own_heads
+from medusa_jax.files.layouts import native_heads
 from medusa_jax.heads import registry
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.names import BASELINES, DRAFTERS, split_drafter
@@ -76,20 +76,20 @@ def test_a_file_does_not_choose_code_to_import(tmp_path, monkeypatch):
     params = jax.tree.map(np.asarray, drafter.init(jax.random.key(1), backbone))
     heads = dataclasses.replace(drafter.heads, drafter="strange:Tiny")
     base = {"d_model": CONFIG.d_model, "vocab_size": CONFIG.vocab_size, "fingerprint": "x"}
-    own_heads.save_heads(str(tmp_path), heads, params, base=base, recipe={})
+    native_heads.save_heads(str(tmp_path), heads, params, base=base, recipe={})
     with pytest.raises(
         UserError, match=r"is not imported: give --drafter strange:Tiny:PATH"
     ):
-        own_heads.open_own(str(tmp_path))
+        native_heads.open_native(str(tmp_path))
     assert "strange" not in sys.modules
     registry.drafter_class("strange:Tiny")  # the user named it
-    assert own_heads.open_own(str(tmp_path)).heads == heads
+    assert native_heads.open_native(str(tmp_path)).heads == heads
     file = tmp_path / "heads.json"
     described = json.loads(file.read_text())
     described["heads"]["drafter"] = "os:getcwd"
     file.write_text(json.dumps(described))
     with pytest.raises(UserError, match="is not a class of drafters"):
-        own_heads.open_own(str(tmp_path))
+        native_heads.open_native(str(tmp_path))
 
 
 def test_a_config_that_cannot_be_hashed_is_refused(monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ from trees import WILD
 
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
-from medusa_jax.files.layouts import heads_io, own_heads
+from medusa_jax.files.layouts import heads_io, native_heads
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone
@@ -171,12 +171,12 @@ def saved(path, kind="low_rank", ids=IDS):
     backbone = family.stored_base()
     _, (drafter, params) = pair_of("medusa", kind, backbone, IDS)
     record = {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
-    own_heads.save_heads(
+    native_heads.save_heads(
         str(path), drafter.heads, params, base=record, recipe={}, dtype="bfloat16"
     )
     file = path / "heads.safetensors"
     if ids is not IDS:
-        save_file(load_file(file) | {own_heads.IDS: ids}, file)
+        save_file(load_file(file) | {native_heads.IDS: ids}, file)
     return file, drafter, backbone.llama.config
 
 
@@ -191,7 +191,7 @@ def test_ids_are_stored_with_the_heads(kind, tmp_path):
     ids = params[vocabulary.GROUP]["ids"]
     assert ids.dtype == jnp.int32 and open_heads(str(tmp_path)).ids.dtype == ids.dtype
     np.testing.assert_array_equal(ids, IDS)
-    assert load_file(file)[own_heads.IDS].dtype == np.int32
+    assert load_file(file)[native_heads.IDS].dtype == np.int32
 
 
 WANTED = "should hold 11 ascending token ids below 23"

@@ -8,7 +8,7 @@ from tiny import random_params, write_tokenizer
 
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hf_writer import save_backbone
-from medusa_jax.files.layouts import heads_io, own_heads
+from medusa_jax.files.layouts import heads_io, native_heads
 from medusa_jax.files.layouts.convert import convert
 from medusa_jax.files.layouts.layout import Export
 from medusa_jax.files.layouts.stored_heads import abstract_heads
@@ -51,8 +51,8 @@ def write_heads(path, base, heads, seed=0, dtype="float32", norms=0.0):
     if heads.draft_vocab:
         ids = np.sort(rng.choice(llama.vocab_size, heads.draft_vocab, replace=False))
         params[vocabulary.GROUP] = {"ids": ids.astype(np.int32)}
-    record = own_heads.base_record(llama, base.fingerprint())
-    own_heads.save_heads(str(path), heads, params, base=record, recipe={}, dtype=dtype)
+    record = native_heads.base_record(llama, base.fingerprint())
+    native_heads.save_heads(str(path), heads, params, base=record, recipe={}, dtype=dtype)
     return heads_io.open_heads(str(path))
 
 

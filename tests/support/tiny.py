@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf_writer import save_backbone
-from medusa_jax.files.layouts import own_heads
+from medusa_jax.files.layouts import native_heads
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
@@ -153,8 +153,8 @@ def write_heads(directory: Path, config, params, heads=None, ids=(), seed=None):
         head_params = jax.tree.map(np.float32, random_heads(drafter, backbone, seed))
     if len(ids):
         head_params[GROUP] = {"ids": np.array(ids, np.int32)}
-    record = own_heads.base_record(config, fingerprint(config, params))
-    own_heads.save_heads(str(directory), heads, head_params, base=record, recipe={})
+    record = native_heads.base_record(config, fingerprint(config, params))
+    native_heads.save_heads(str(directory), heads, head_params, base=record, recipe={})
 
 
 TEMPLATE = (

@@ -16,7 +16,7 @@ from training_setup import VOCAB, packed_batch, stage_of, tiny_config, training_
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_writer import save_backbone
-from medusa_jax.files.layouts import own_heads
+from medusa_jax.files.layouts import native_heads
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.heads.levels import LevelDrafter
 from medusa_jax.heads.names import DRAFTERS
@@ -119,7 +119,7 @@ def test_heads_are_saved_for_their_backbone(tmp_path, monkeypatch):
     model, out = str(tmp_path / "model"), str(tmp_path / "heads")
     save_backbone(model, ARCH, frozen["backbone"], "float32")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="could not"):
-        patch.setattr(own_heads, "DESCRIPTION", "too long" * 40)
+        patch.setattr(native_heads, "DESCRIPTION", "too long" * 40)
         functions.save(out, params, frozen, model)
     assert os.listdir(tmp_path) == ["model"]
     functions.save(out, params, frozen, model)

@@ -15,8 +15,7 @@ from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, between
 from medusa_jax.files.hub import HEAD_FILES, resolve
-from medusa_jax.files.layouts.own_heads import DESCRIPTION, OWN, open_own
-from medusa_jax.files.layouts.own_heads import WEIGHTS as OWN_WEIGHTS
+from medusa_jax.files.layouts.native_heads import DESCRIPTION, WEIGHTS, open_native
 from medusa_jax.files.layouts.stored_heads import StoredHeads, abstract_heads, check_ids
 from medusa_jax.files.source import Convert, flatten
 from medusa_jax.heads import vocabulary
@@ -34,10 +33,10 @@ def open_heads(path_or_id: str) -> StoredHeads:
     path = path_or_id
     if not os.path.exists(path):
         path = resolve(path_or_id, HEAD_FILES)
-    names = (DESCRIPTION, OWN_WEIGHTS)
+    names = (DESCRIPTION, WEIGHTS)
     folder = os.path.dirname(path) or "." if os.path.basename(path) in names else path
     if any(os.path.isfile(os.path.join(folder, name)) for name in names):
-        return open_own(folder)
+        return open_native(folder)
     from medusa_jax.files.layouts.published import open_published  # only for such files
 
     return open_published(path_or_id)
@@ -57,7 +56,7 @@ def load_heads(
     """Read heads for a backbone of shape `llama`, placed on the mesh.
 
     Args:
-      path: a directory written by `own_heads.save_heads`, published heads, the hub id of either, or the
+      path: a directory written by `native_heads.save_heads`, published heads, the hub id of either, or the
         result of `open_heads`.
       n_heads: read only the first `n_heads` heads, if heads can be dropped (`Drafter.separable`).
       fingerprint: of the current backbone (`fingerprint.py`); None compares sizes only.
@@ -105,7 +104,7 @@ def check_base(
     """
     base = stored.base
     sizes = {"d_model": llama.d_model, "vocab_size": llama.vocab_size}
-    if stored.layout == OWN and {name: base.get(name) for name in sizes} != sizes:
+    if stored.bound and {name: base.get(name) for name in sizes} != sizes:
         raise UserError(
             f"the heads in {stored.directory} were made for width {base.get('d_model')} and "
             f"vocabulary {base.get('vocab_size')}, the model has width {sizes['d_model']} and "
@@ -121,7 +120,7 @@ def check_base(
     if allow_other:
         return
     trained_on = base.get("fingerprint")
-    is_unknown = trained_on is None and stored.layout != OWN
+    is_unknown = trained_on is None and not stored.bound
     if fingerprint is not None and fingerprint != trained_on and not is_unknown:
         if stored.trained_on:
             inform(

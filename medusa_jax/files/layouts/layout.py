@@ -61,7 +61,7 @@ class Export:
     def params(self) -> Arrays:
         """Parameter path -> array in our orientation, all of one type."""
         arrays = self.stored.read(self.base.config)
-        # Only this project's layout has int8, quantised from the heads' type (`own_heads.save_heads`).
+        # Only this project's layout has int8, quantised from the heads' type (`native_heads.save_heads`).
         kind = np.dtype(self.dtype) if self.dtype not in ("", "int8") else widest(arrays)
         return {path: cast(array, kind, repr(path)) for path, array in arrays.items()}
 
@@ -142,7 +142,7 @@ class Layout:
       name: its value of `--to`.
       loading: how to load the directory {out} with {heads} heads of the kind {drafter} (or {DRAFTER}) for the model
         {base}, for the model card.
-      limits: which heads it can hold; for the package's layouts `registry.TARGETS` says it.
+      limits: which heads it can hold; for the package's layouts `registry.TARGETS` says it, importing none.
     """
 
     name: ClassVar[str]

@@ -1,17 +1,17 @@
-"""This project's format (`own_heads.py`) as a layout that heads are converted to."""
+"""This project's format (`native_heads.py`) as a layout that heads are converted to."""
 
 from flax.traverse_util import unflatten_dict
 
 from medusa_jax.files.copies import copy_inside
 from medusa_jax.files.layouts.layout import Export, Layout
-from medusa_jax.files.layouts.own_heads import base_record, save_heads
+from medusa_jax.files.layouts.native_heads import NATIVE, base_record, save_heads
 from medusa_jax.heads import vocabulary
 
 
 class NativeFiles(Layout):
     """`heads.safetensors` and `heads.json`, which `open_heads` recognises by their names."""
 
-    name = "native"
+    name = NATIVE
     loading = "`python decode.py --model {base} --drafter {out}`"
 
     def write(self, export: Export, out: str) -> None:

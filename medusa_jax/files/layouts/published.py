@@ -9,7 +9,7 @@ from medusa_jax.files.hf_keys import EMBEDDING, WRAPPER
 from medusa_jax.files.hub import HEAD_FILES, resolve
 from medusa_jax.files.json_files import optional_json
 from medusa_jax.files.layouts.layout import HeadFiles
-from medusa_jax.files.layouts.own_heads import DESCRIPTION
+from medusa_jax.files.layouts.native_heads import DESCRIPTION
 from medusa_jax.files.layouts.registry import readers
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.tensor import Tensors, rename

@@ -389,7 +389,7 @@ def test_the_card_gives_the_measurements(base, tmp_path):
     assert "Nothing yet" not in text and (tmp_path / "b" / "tree.json").exists()
     (tmp_path / "heads" / "tree.json").write_text("[[0]]")
     text = (exported(again, base, "native", tmp_path / "list") / "README.md").read_text()
-    assert "at step 70" in text
+    assert "at step 70" in text and "- read from: native\n" in text
     block = write_heads(tmp_path / "block", base, heads_of(drafter="dspark"))
     text = (exported(block, base, "dflash", tmp_path / "c") / "README.md").read_text()
     assert '"method": "dspark"' in text and "speculative-algorithm DSPARK" in text

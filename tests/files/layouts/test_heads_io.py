@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.files.fingerprint import fingerprint
-from medusa_jax.files.layouts import heads_io, own_heads
+from medusa_jax.files.layouts import heads_io, native_heads
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama, init_params
@@ -32,9 +32,9 @@ def make(base, **fields):
 
 
 def save(path, base, heads, params, dtype=None, recipe={"steps": 7}):  # noqa: B006
-    record = own_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
+    record = native_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
     given = {"base": record, "recipe": recipe, "dtype": dtype}
-    own_heads.save_heads(str(path), heads, params, **given)
+    native_heads.save_heads(str(path), heads, params, **given)
     return path, heads, params
 
 
@@ -56,7 +56,7 @@ def test_other_heads_do_not_keep_what_was_measured(base, tmp_path, capsys):
     """As after further training: a certificate goes, a tree stays without its figures; the same heads keep both."""
     _, heads, params = save(tmp_path, base, *make(base))
     (tmp_path / "certificate").mkdir()
-    certificate = tmp_path / own_heads.CERTIFICATE
+    certificate = tmp_path / native_heads.CERTIFICATE
     certificate.write_text("x")
     fitted = {"choices": [[0]], "evidence": {"ladder": [], "positions": 9}}
     (tmp_path / "tree.json").write_text(json.dumps(fitted))

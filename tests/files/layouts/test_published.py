@@ -48,7 +48,7 @@ from our_heads import (
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 
-from medusa_jax.files.layouts import own_heads
+from medusa_jax.files.layouts import native_heads
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.files.torch_writer import save_torch
 
@@ -380,7 +380,7 @@ def test_other_things_are_no_heads(tmp_path):
 def test_our_own_by_directory_and_by_file(tmp_path):
     heads, params, _ = load(write(tmp_path, medusa_state(2), "medusa_lm_head.pt", V13))
     base = {"d_model": D, "vocab_size": V, "fingerprint": "x"}
-    own_heads.save_heads(str(tmp_path / "own"), heads, params, base=base, recipe={})
+    native_heads.save_heads(str(tmp_path / "own"), heads, params, base=base, recipe={})
     for file in ("", "heads.json", "heads.safetensors"):
         again, loaded, _ = load(tmp_path / "own" / file)
         assert again == heads

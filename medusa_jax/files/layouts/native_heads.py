@@ -28,8 +28,8 @@ from medusa_jax.sharding import Params
 from medusa_jax.typed import Fields, field_value
 from medusa_jax.whole_files import Json, write_json
 
-# `StoredHeads.layout`.
-OWN = "medusa_jax"
+# `StoredHeads.layout`, and `NativeFiles.name`.
+NATIVE = "native"
 FORMAT = 1
 WEIGHTS = "heads.safetensors"
 DESCRIPTION = "heads.json"
@@ -38,7 +38,7 @@ IDS = f"{vocabulary.GROUP}/ids"
 CERTIFICATE = os.path.join("certificate", "certificate.safetensors")
 
 
-def open_own(directory: str) -> StoredHeads:
+def open_native(directory: str) -> StoredHeads:
     """Open heads that `save_heads` wrote.
 
     Raises:
@@ -55,7 +55,7 @@ def open_own(directory: str) -> StoredHeads:
             raise UserError(f"key {IDS!r} in int32 is missing from {weights}")
         ids = read_whole(tensors.pop(IDS))
     return StoredHeads(
-        source=weights, directory=directory, layout=OWN, heads=heads, meta=meta, base=base, ids=ids,
+        source=weights, directory=directory, layout=NATIVE, heads=heads, meta=meta, base=base, ids=ids, bound=True,
         tensors=codes.decode(tensors, weights), locate=lambda path: (path, False),
     )  # fmt: skip
 
