@@ -120,6 +120,8 @@ class Run:
         resume.check(data, self.content, self.steps, workdir)
         if meta["scored"] == resume.scored(self.plan.record):
             self.best = meta["best"]
+        self.bad = meta["step"] - meta["updates"]
+        self.bad_in_row = meta.get("bad_in_row", 0)
         self.setup = self.setup._replace(heads_recipe=meta["start"])
         inform(f"resuming from step {meta['step']} of {self.steps} in {workdir}")
         for name, change in changed.items():
@@ -210,7 +212,7 @@ class Run:
         state = self.state
         scored, updates = resume.scored(self.plan.record), int(np.asarray(state.updates))
         meta = {"step": n, "updates": updates, "best": self.best, "scored": scored}
-        meta["start"] = self.setup.heads_recipe
+        meta |= {"start": self.setup.heads_recipe, "bad_in_row": self.bad_in_row}
         data = {"step": n} | self.content
         with announced("saving a checkpoint"):
             self.checkpoints.save(n, state.params, state.opt, data, meta)

@@ -196,6 +196,20 @@ def test_a_run_that_diverged_says_so(tokens, tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().err.splitlines()[-1].startswith("diverged (")
 
 
+@pytest.mark.usefixtures("compiled_once")
+def test_bad_steps_are_counted_through_a_resumed_run(tokens, tmp_path):
+    """Those in all, and those in a row."""
+    for name, n in (("whole", 3), ("broken", 2), ("broken", 3)):
+        cfg = tiny_config(tokens, "medusa1", steps=n, hidden_noise=1e30, max_bad_steps=4)
+        cfg.optim.schedule = "constant"
+        run(cfg, tmp_path / name)
+    assert records(tmp_path / "broken") == records(tmp_path / "whole")
+    assert [r["bad_steps"] for r in records(tmp_path / "whole")] == [1, 2, 3]
+    cfg.train.steps = 5
+    with pytest.raises(UserError, match="4 steps in a row"):
+        run(cfg, tmp_path / "broken")
+
+
 def test_a_run_goes_on_with_what_it_may_change(tokens, tmp_path, capsys):
     """And says so, field by field; its end is not the result of a shorter run."""
     run(tiny_config(tokens, steps=4), tmp_path / "run")
