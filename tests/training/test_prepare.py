@@ -221,6 +221,8 @@ def test_an_answer_beyond_the_row_is_no_sample(vicuna, sharegpt, tmp_path):
     cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=8)
     with pytest.raises(UserError, match="no counted token within seq_len"):
         directory_of(cfg)
+    cfg.data.packing = "concat"  # which splits it
+    assert all(counted.any() for _, counted in samples_of(directory_of(cfg)))
 
 
 def test_text_lines_and_files(vicuna, tmp_path):

@@ -75,8 +75,9 @@ class RecordEncoder(TextEncoder):
         ids, counted = answers.encode_conversation(
             self.tokenizer, messages, self.pack.chat_template, cut
         )
+        n = self.pack.seq_len if self.pack.packing == "first_fit" else len(ids)
         # Nothing predicts the first token of a sample.
-        if not any(counted[1 : self.pack.seq_len]):
+        if not any(counted[1:n]):
             return Encoded("no counted token within seq_len")
         return Encoded("", [(ids, counted)])
 
