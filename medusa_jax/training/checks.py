@@ -26,6 +26,7 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
     trained, kl = trained_groups(t.stage, cfg.lora.rank), t.backbone_loss == "kl"
     weights = {name: x for name, x in vars(t).items() if name.endswith("_weight")}
     shape = contradiction(model.arch)
+    needed = [t.lambda_decay, any(weights.values()), len(trained) == 1 or t.lambda_0]
     has_teacher = model.path or cfg.lora.rank or cfg.dry_run
     return [
         (bool(shape), f"model.arch: {shape}"),
@@ -68,7 +69,8 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
             f"train.heads_path is set, but stage {t.stage} has no heads",
         ),
         (
-            "heads" in trained and not (t.lambda_decay and any(weights.values())),
-            f"the heads' loss is 0: set train.lambda_decay and one of train.{', '.join(weights)}",
+            "heads" in trained and not all(needed),
+            f"the heads' loss is 0: set train.lambda_decay, lambda_0 and one of {', '.join(weights)}",
         ),
+        ("lora" in trained and not cfg.lora.alpha, "lora.alpha is 0: adapters do nothing"),
     ]
