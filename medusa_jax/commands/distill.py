@@ -180,7 +180,10 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
 
     def answers(line: Json, seed: Seed) -> bool:
-        return mode != "continue" or bool(line.get("prompt_ids") == prompt_of(model, seed))
+        files.sizes(mode, [line])  # raises if a field is missing
+        if mode != "continue":
+            return "messages" in line
+        return bool(line.get("prompt_ids") == prompt_of(model, seed))
 
     old_lines: dict[int, Json] = {}
     if hosts.first():

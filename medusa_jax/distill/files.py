@@ -94,7 +94,7 @@ def finished_lines(
     """Read the lines of an interrupted run by the number of their seed; removes one that was cut off.
 
     Args:
-      answers: whether a line answers a seed.
+      answers: whether a line answers a seed; may raise for one that lacks fields.
 
     Raises:
       UserError: a line is not the only one that answers its seed; the file is unchanged.

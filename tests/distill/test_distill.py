@@ -438,13 +438,17 @@ def test_twenty_kills_at_random_moments(model, tmp_path, mode):
 
 
 def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys):
-    """Each line twice, as two processes at the same time would leave it; the file is unchanged."""
+    """Each line twice, as two processes at the same time would leave it, or without a field; the file is unchanged."""
     flags = flags_for(model, tmp_path / "out", seeds, "--limit=8", "--max_turns=1")
     assert distill.main(flags) == 0
     path = tmp_path / "out" / "messages.jsonl"
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
-    for written, bad in (([*lines[:4], *lines[:4], *lines[4:]], 5), ([*lines, b"x\n"], 9)):
+    last = json.loads(lines[-1])
+    bare = (last | {"answers": [{}]}, {"seed": last["seed"], "answers": last["answers"]})
+    damaged = [([*lines[:4], *lines[:4], *lines[4:]], 5), ([*lines, b"x\n"], 9)]
+    damaged += [([*lines[:7], json.dumps(line).encode() + b"\n"], 8) for line in bare]
+    for written, bad in damaged:
         path.write_bytes(b"".join(written))
         capsys.readouterr()
         assert distill.main(flags) == 2
