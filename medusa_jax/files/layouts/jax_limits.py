@@ -34,8 +34,8 @@ def eagle3(engine: str, heads: Any, llama: LlamaConfig | None) -> str:
             (taps != paper, f"reads the layers {paper}, whatever a file says, not {taps}"),
             (scaling not in ("none", "llama3"), f"misreads the rotation's {scaling!r}"),
         ]
-    reason = limits.eagle3_in_speculators(heads, llama)
-    return reason or _first(engine, faults, heads, llama)
+    reason = _first(engine, faults, heads, llama)
+    return reason or limits.eagle3_in_speculators(heads, llama)
 
 
 def blocks(engine: str, heads: Any, llama: LlamaConfig | None) -> str:

@@ -93,28 +93,34 @@ def eagle3_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
     """Any layers that read streams in order, with one LM head."""
     if heads.lm_head == "low_rank":
         return "EAGLE-3 files cannot store low-rank LM heads"
-    return _out_of_order(heads)
+    return _out_of_order(heads, llama)
 
 
-def _out_of_order(heads: Any) -> str:
+def _out_of_order(heads: Any, llama: LlamaConfig | None) -> str:
     """Whether vLLM, which sorts tapped layers, misreads these."""
-    taps = [int(tap) for tap in heads.tap_layers.split(",") if tap]
-    if taps == sorted({*taps}):
+    taps = _taps(heads, llama)
+    if [*taps] == sorted({*taps}):
         return ""
-    return f"vLLM reads each tapped layer once, in order, not {heads.tap_layers}"
+    return f"vLLM reads each tapped layer once, in order, not {taps}"
+
+
+def _taps(heads: Any, llama: LlamaConfig | None) -> tuple[int, ...]:
+    """The tapped layers; of an unknown backbone those that are set, not the paper's."""
+    if llama is None:
+        return tuple(int(tap) for tap in heads.tap_layers.split(",") if tap)
+    from medusa_jax.heads.registry import make_drafter  # which imports JAX
+
+    return make_drafter(heads, llama).taps
 
 
 def eagle3(heads: Any, llama: LlamaConfig | None) -> str:
     """One layer, which reads the streams of the paper."""
-    reason = eagle3_in_speculators(heads, llama)
-    if not reason and heads.n_layers != 1:
+    if heads.n_layers != 1:
         return f"--to eagle3 holds one layer, not {heads.n_layers}: --to speculators"
+    reason = eagle3_in_speculators(heads, llama)
     if reason or llama is None:
         return reason
-    from medusa_jax.heads.registry import make_drafter  # which imports JAX
-
-    taps = make_drafter(heads, llama).taps
-    paper = make_drafter(replace(heads, tap_layers=""), llama).taps
+    taps, paper = _taps(heads, llama), _taps(replace(heads, tap_layers=""), llama)
     if taps == paper:
         return ""
     return (
@@ -133,7 +139,7 @@ def dflash(heads: Any, llama: LlamaConfig | None) -> str:
         return "--to dflash cannot say that DSpark's root does not guess: --to speculators"
     if heads.window and heads.window_at_root:
         return "--to dflash counts windows from each slot, these are from the root: --to speculators"
-    return _out_of_order(heads) or _without_factor("vLLM, by --to dflash,", llama)
+    return _out_of_order(heads, llama) or _without_factor("vLLM, by --to dflash,", llama)
 
 
 def dflash_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
@@ -144,4 +150,4 @@ def dflash_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
         return (
             "in speculators only layers with a window from the root are causal: --to dflash"
         )
-    return _out_of_order(heads)
+    return _out_of_order(heads, llama)

@@ -13,6 +13,7 @@ from cases import thinned
 from closeness import assert_close
 from head_files import LLAMA, medusa_state, write
 from our_heads import (
+    BASE,
     EMBEDDED,
     FOLLOWING,
     HIDDEN,
@@ -114,13 +115,17 @@ FIRST = {case[0]: case for case in CASES[::-1]}.values()  # of each layout
 def test_engines_guess_what_we_do(target, fields, dtype, base, facts, tmp_path):
     """The same first guess of each head, and logits as close as the stored type allows; read back, the export
     gives them as well, and in our format the same bits if it holds the same heads."""
+    if fields.get("drafter") == "eagle3":  # three layers for it to tap
+        layers = {f"layers_{i}": BASE["layers_0"] for i in range(8)}
+        deep = dataclasses.replace(LLAMA, n_layers=8)
+        base = write_base(tmp_path / "base", deep, BASE | layers)
     stored = write_heads(tmp_path / "heads", base, heads_of(**fields), dtype=dtype)
-    heads, params, _ = load(tmp_path / "heads")
+    heads, params, _ = load(tmp_path / "heads", base.config)
     want, ids = our_logits(heads, params), slice(None)
     if heads.draft_vocab:
         ids = params[vocabulary.GROUP]["ids"]
     out = exported(stored, base, target, tmp_path / "out")
-    again, back, _ = load(out)
+    again, back, _ = load(out, base.config)
     found = [*engines_that_read(target, heads.drafter, out, facts)]
     for logits in (*found, our_logits(again, back)[:3]):
         logits = logits if logits.shape == want.shape else logits[:, ids]
@@ -190,8 +195,8 @@ def test_links_that_leave_the_directory_are_not_copied(target, base, tmp_path, c
         ("eagle", {"drafter": "eagle", "lm_head": "own"}, "these have LM head 'own'"),
         ("vllm", {"drafter": "eagle"} | SHARED, "heads.fc_bias=False"),
         ("eagle3", EAGLE3 | LOW_RANK | {"rank": 5}, "low-rank LM heads"),
-        ("vllm", EAGLE3 | {"tap_layers": "1,0"}, "in order, not 1,0"),
-        ("dflash", {"drafter": "dflash", "tap_layers": "1,0"}, "in order, not 1,0"),
+        ("vllm", EAGLE3 | {"tap_layers": "1,0"}, r"in order, not \(1, 0\)"),
+        ("dflash", {"drafter": "dflash", "tap_layers": "1,0"}, r"in order, not \(1, 0\)"),
         ("sglang", {"drafter": "eagle3", "n_layers": 2}, "one layer, not 2"),
         ("eagle3", {"drafter": "eagle3", "tap_layers": "0,1"}, r"not \(0, 1\), since"),
         (
@@ -210,6 +215,17 @@ def test_links_that_leave_the_directory_are_not_copied(target, base, tmp_path, c
 def test_a_layout_that_cannot_hold_the_heads(target, fields, match):
     reason = why_not(heads_of(**fields), target, LLAMA)
     assert re.search(match, reason) and "\n" not in reason
+
+
+@pytest.mark.parametrize("target", ["eagle3", "speculators"])
+def test_layers_that_the_paper_taps_twice(target):
+    """A model of four layers has no three; of an unknown one nothing is said."""
+    reasons = [
+        why_not(heads_of(**EAGLE3), target, dataclasses.replace(LLAMA, n_layers=n))
+        for n in (4, 8)
+    ]
+    assert reasons == ["vLLM reads each tapped layer once, in order, not (1, 2, 2)", ""]
+    assert not why_not(heads_of(**EAGLE3), target)
 
 
 def test_engines_for_agrees_with_convert(base, tmp_path):
@@ -324,9 +340,16 @@ SCALED = [
 
 @pytest.mark.parametrize("scaling", SCALED, ids=["llama3", "yarn"])
 @pytest.mark.parametrize(
-    "fields", [EAGLE3, {"drafter": "dflash", "tap_layers": "1"}], ids=["eagle3", "dflash"]
+    ("fields", "targets"),
+    [
+        (EAGLE3 | {"tap_layers": "0,1"}, ["speculators"]),
+        ({"drafter": "dflash", "tap_layers": "1"}, ["dflash", "speculators"]),
+    ],
+    ids=["eagle3", "dflash"],
 )
-def test_heads_with_a_base_of_their_own_ignore_a_scaling(fields, scaling, tmp_path):
+def test_heads_with_a_base_of_their_own_ignore_a_scaling(
+    fields, targets, scaling, tmp_path
+):
     """They guess as over a model without it, and layouts hold them."""
     llama = dataclasses.replace(LLAMA, **scaling, **LOW_HIGH)
     base = write_base(tmp_path / "base", llama)
@@ -335,7 +358,7 @@ def test_heads_with_a_base_of_their_own_ignore_a_scaling(fields, scaling, tmp_pa
     _, params, _ = load(tmp_path / "heads", llama)
     logits = our_logits(heads, params, llama)
     np.testing.assert_array_equal(logits, our_logits(heads, params))
-    for target in (fields["drafter"], "speculators"):
+    for target in targets:
         again = open_heads(str(exported(stored, base, target, tmp_path / target)))
         assert again.heads.rope_theta == 500
         same_bits(tmp_path / "heads", again, base, tmp_path / f"{target}_back")
