@@ -61,7 +61,7 @@ def read_turn(
         return {}, f"unknown role {role!r}"
     text = _text(turn.get(text_field))
     if text is None:
-        return {}, f"a turn without {text_field!r}"
+        return {}, f"a turn of {role!r} without text in {text_field!r}"
     return {"role": roles[role], "content": text}, ""
 
 

@@ -10,7 +10,7 @@ from medusa_jax.errors import UserError, between
 from medusa_jax.files.hf import model_shape
 from medusa_jax.files.hub import is_here, resolve
 from medusa_jax.heads.drafter import Drafter
-from medusa_jax.heads.registry import make_drafter
+from medusa_jax.heads.registry import is_baseline, make_drafter
 from medusa_jax.sharding import make_mesh, row_shards
 from medusa_jax.training import checks
 from medusa_jax.training.data import sources
@@ -78,6 +78,8 @@ class RunPlan:
         between(positions, cfg.data.seq_len, 3, self.arch.max_position)
         self.drafter: Drafter | None = None
         if "heads" in self.groups:
+            if is_baseline(cfg.heads.drafter):
+                raise UserError(f"{cfg.heads.drafter} has no heads to train or to load")
             self.drafter = make_drafter(cfg.heads, self.arch)
 
     def steps(self, rows: int) -> int:

@@ -325,8 +325,8 @@ PAIR = [("user", "a"), ("assistant", "b")]
         (share(("human", "a"), ("tool", "b")), "unknown role 'tool'"),
         (share(("human", "a"), ("human", "b"), ("gpt", "c")), "roles do not alternate"),
         (share(("human", "a"), ("gpt", " ")), "an empty assistant turn"),
-        (share(("human", "a"), ("gpt", 3)), "a turn without 'value'"),
-        ([{"role": "user", "content": [1]}], "a turn without 'content'"),
+        (share(("human", "a"), ("gpt", 3)), "a turn of 'gpt' without text in 'value'"),
+        ([{"role": "user", "content": [1]}], "a turn of 'user' without text in 'content'"),
         (share(("human", "a"), ("system", "s"), ("gpt", "c")), "roles do not alternate"),
     ],
 )  # fmt: skip

@@ -149,6 +149,7 @@ ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
         ("medusa1", {"train.lambda_decay": 0.0}, "the heads' loss is 0: .*lambda_decay"),
         ("native", {"train.lambda_0": 0.0}, "the heads' loss is 0: .*lambda_0"),
         ("backbone", ADAPTERS | {"lora.alpha": 0.0}, r"lora\.alpha is 0"),
+        ("native", {"heads.drafter": "draft_model"}, "draft_model has no heads to train"),
         ("native", {"model.arch.rope_dim": 7}, "model.arch: rope_dim 7 is not an even"),
         ("native", {"model.arch.rope_dim": 98}, "98 is not an even number up to head_dim"),
         ("native", {"model.arch.rope_scaling": "longrope"}, "longrope needs .* numbers"),
