@@ -248,6 +248,8 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
 
 def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     """Do what has no result yet; returns the directory of the heads."""
+    from medusa_jax.files.layouts.native_heads import CERTIFICATE
+
     text, heads = out / "text", out / HEADS
     steps, batch = plan["job"]["steps"], plan["job"]["batch"]
     shared: Json = {"model": flags.model, "max_new_tokens": flags.max_new_tokens}
@@ -286,13 +288,13 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
         drafters=tuple(map(str, compared)), prompts=str(kept), limit=COMPARED, repeats=1,
         out=str(out / "compare"), chat_template=template or "auto", **shared,
     )))  # fmt: skip
-    if not (heads / "certificate").exists():
-        certify(flags.model, str(heads), str(heads))
-    for engine in flags.to:
-        if not (out / engine).exists():
+    for place in (heads, *(out / engine for engine in flags.to)):
+        if not place.exists():
             convert.run(convert.Flags(
-                model=flags.model, drafter=str(heads), to=engine, out=str(out / engine),
+                model=flags.model, drafter=str(heads), to=place.name, out=str(place),
             ))  # fmt: skip
+        elif not (place / CERTIFICATE).exists():
+            certify(flags.model, str(place), str(place))
     return heads
 
 

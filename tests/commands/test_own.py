@@ -39,7 +39,7 @@ def given(tmp_path_factory):
 
 
 def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
-    """A stopped part is begun again, a finished one is not."""
+    """A stopped part is begun again, a finished one is not; what has no certificate gets it."""
     job = Workload(40, 1, 4, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
     costs = Costs(program=1.0, step=0.01, steps=0.02, token=0.001, learned=0.001)
     monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
@@ -81,8 +81,9 @@ def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
         (heads / "certificate").mkdir()
         return 0
 
-    for directory in (out / "text", out / "compare"):
+    for directory in (out / "text", out / "compare", out / "vllm"):
         directory.mkdir(parents=True)
+    monkeypatch.setattr(own, "certify", lambda *given: done.append(given[1:]))
     monkeypatch.setattr(distill, "run", answers)
     monkeypatch.setattr(calibrate, "run", tree)
     monkeypatch.setattr(bench, "run", comparison)
@@ -93,9 +94,10 @@ def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
     assert 0 <= said.find("40 questions, 8 steps of training") < said.find("answers: about")
     assert f"to go on: medusa own {' '.join(words)}" in said
     assert done == [distill, train, calibrate]
-    assert own.main(words) == 0
+    assert own.main([*words, "--to=vllm"]) == 0
     said = capsys.readouterr().err
-    assert done[3:] == [calibrate, bench]
+    certified = [(f"{out}/{name}",) * 2 for name in ("run/export", "vllm")]
+    assert done[3:] == [calibrate, bench, *certified]
     assert "answers: done before" in said and "training: done before" in said
     assert (
         f"next: medusa serve --model {given[0]} --drafter {out}/run/export --chat vicuna"
