@@ -181,9 +181,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
 
     def answers(line: Json, seed: Seed) -> bool:
         files.sizes(mode, [line])  # raises if a field is missing
-        if mode != "continue":
-            return "messages" in line
-        return bool(line.get("prompt_ids") == prompt_of(model, seed))
+        return mode != "continue" or bool(line.get("prompt_ids") == prompt_of(model, seed))
 
     old_lines: dict[int, Json] = {}
     if hosts.first():

@@ -170,7 +170,7 @@ def sizes(mode: str, lines: Sequence[Json]) -> Json:
     steps = sum(a["steps"] for a in answers)
     tokens = sum(a["tokens"] for a in answers)
     return {
-        "samples": sum(bool(line["answers"]) for line in lines),
+        "samples": sum(bool(line["answers"] and line["messages"]) for line in lines),
         "unusable_seeds": problems,
         "answers": len(answers),
         "answers_cut": sum(a["finish"] != "stop" for a in answers),

@@ -66,9 +66,6 @@ def fit_tree(
       copies: whether trees may hold a chain copied from the text.
       keep: file for the ranks of finished texts, from which an interrupted run continues.
       texts: the model's answers to the prompts, if they are known.
-
-    Raises:
-      UserError: a size is beyond the texts' largest tree, or as for `rank_texts`.
     """
     ranked = rank_texts(model, prompts, options, keep, texts)
     total = TextRanks.join(ranked)

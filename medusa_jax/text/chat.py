@@ -52,10 +52,8 @@ def read_turn(
 ) -> tuple[Message, str]:
     """(message, "") of a turn, or ({}, reason)."""
     if not isinstance(turn, Mapping):
-        return (
-            {},
-            f"a turn is an object with {role_field!r} and {text_field!r}, not {repr(turn)[:60]}",
-        )
+        fields = f"{role_field!r} and {text_field!r}"
+        return {}, f"a turn is an object with {fields}, not {repr(turn)[:60]}"
     role = turn.get(role_field)
     if not isinstance(role, str) or role not in roles:
         return {}, f"unknown role {role!r}"
@@ -90,9 +88,8 @@ def encode_prompt(
     Raises:
       UserError: malformed messages, or as for `template_source` and `render_template`.
     """
-    turns = (
-        [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    )
+    asked = [{"role": "user", "content": messages}]
+    turns = asked if isinstance(messages, str) else messages
     if not isinstance(turns, list) or not turns:
         raise UserError("messages should be a list of turns, with at least one")
     pairs = [read_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]

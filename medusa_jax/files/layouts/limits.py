@@ -98,16 +98,15 @@ def eagle3_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
 
 def _out_of_order(heads: Any, llama: LlamaConfig | None) -> str:
     """Whether vLLM, which sorts tapped layers, misreads these."""
-    taps = _taps(heads, llama)
-    if [*taps] == sorted({*taps}):
+    taps = [int(tap) for tap in heads.tap_layers.split(",") if tap]
+    taps = [*_taps(heads, llama)] if llama else taps
+    if taps == sorted({*taps}):
         return ""
     return f"vLLM reads each tapped layer once, in order, not {taps}"
 
 
-def _taps(heads: Any, llama: LlamaConfig | None) -> tuple[int, ...]:
-    """The tapped layers; of an unknown backbone those that are set, not the paper's."""
-    if llama is None:
-        return tuple(int(tap) for tap in heads.tap_layers.split(",") if tap)
+def _taps(heads: Any, llama: LlamaConfig) -> tuple[int, ...]:
+    """The tapped layers, set or the paper's."""
     from medusa_jax.heads.registry import make_drafter  # which imports JAX
 
     return make_drafter(heads, llama).taps

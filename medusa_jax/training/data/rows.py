@@ -111,7 +111,6 @@ class TokenRows(Rows):
 
     Attributes:
       part: "train" and "held out" divide the samples by `DataConfig.held_out`; "" has all.
-      rows: 0 if there is nothing to predict in them.
       lengths: number of tokens that rows contain of each sample.
       beyond: "5 of 90" if 5 targets of all parts are after `seq_len` tokens of their sample, "" if none is.
     """

@@ -42,9 +42,6 @@ def read_texts(data: DataConfig, tokenizer: str, workdir: str, vocab_size: int) 
 
     Args:
       tokenizer: its path; "" is enough for token directories.
-
-    Raises:
-      UserError: a text is unreadable or has nothing to predict.
     """
 
     def rows(source: str, pack: DataConfig, part: str, shuffle: bool = True) -> TokenRows:
