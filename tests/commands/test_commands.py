@@ -215,7 +215,7 @@ def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):
     ours, out = find_heads(None, "medusa").heads, tmp_path / "tgi"
     flags = f"--drafter medusa --to tgi --out {out} --dtype float16 --base_name owner/name"
     assert convert.main(flags.split()) == 0
-    assert "medusa_jax, 4 heads" in capfd.readouterr().err
+    assert "native, 4 heads" in capfd.readouterr().err
     config = json.loads((out / "config.json").read_text())
     assert config["base_model_name_or_path"] == "owner/name"
     assert config["torch_dtype"] == "float16" and (out / "tokenizer.json").exists()
