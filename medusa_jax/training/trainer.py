@@ -121,7 +121,7 @@ class Run:
         if meta["scored"] == resume.scored(self.plan.record):
             self.best = meta["best"]
         self.bad = meta["step"] - meta["updates"]
-        self.bad_in_row = meta.get("bad_in_row", 0)
+        self.bad_in_row = meta["bad_in_row"]
         self.setup = self.setup._replace(heads_recipe=meta["start"])
         inform(f"resuming from step {meta['step']} of {self.steps} in {workdir}")
         for name, change in changed.items():

@@ -194,7 +194,7 @@ def test_a_directory_with_records_is_refused(tmp_path, data, others):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "a"}')
     with pytest.raises(
-        UserError, match=f"name the data files of a directory, such as {tmp_path}/{data}"
+        UserError, match=f"no JSON is read: name the file, such as {tmp_path}/{data}"
     ):
         read_records(str(tmp_path), DataConfig())
 

@@ -56,7 +56,9 @@ def read_records(source: str, pack: DataConfig) -> Sequence[object]:
         # Next to code JSON is often no data; next to a README alone it is.
         kind = "*.json*" if all(file.suffix == ".md" for file in files) else "*.jsonl"
         if unread := sorted(map(str, Path(source).rglob(kind))):
-            raise UserError(f"name the data files of a directory, such as {unread[0]}")
+            raise UserError(
+                f"of directories no JSON is read: name the file, such as {unread[0]}"
+            )
         records: Sequence[object] = files
     elif not os.path.isfile(source) or name.endswith(".parquet"):
         return _dataset(source, pack)
