@@ -184,8 +184,8 @@ def test_heads_are_rebuilt_after_a_fine_tuning(given, tmp_path, monkeypatch, cap
     In a directory whose name has the marks of lists and trees.
     """
     old, tuned, out = tmp_path / "old", tmp_path / "tuned", tmp_path / "a,b@c"
-    write_ending_model(old, max_position=128, seed=1)
-    config, _ = write_chat_model(tuned, MARKED, max_position=128)
+    write_ending_model(old, max_position=128, seed=1, n_layers=8)
+    config, _ = write_chat_model(tuned, MARKED, max_position=128, n_layers=8)
     heads = Eagle3Config(n_heads=3, lm_head="own", rope_theta=50.0, n_layers=1)
     write_heads(
         tmp_path / "heads", config, random_params(config, 1), heads, ids=range(3, 30)
