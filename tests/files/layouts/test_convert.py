@@ -121,13 +121,13 @@ def test_engines_guess_what_we_do(target, fields, dtype, base, facts, tmp_path):
         base = write_base(tmp_path / "base", deep, BASE | layers)
     stored = write_heads(tmp_path / "heads", base, heads_of(**fields), dtype=dtype)
     heads, params, _ = load(tmp_path / "heads", base.config)
-    want, ids = our_logits(heads, params), slice(None)
+    want, ids = our_logits(heads, params, base.config), slice(None)
     if heads.draft_vocab:
         ids = params[vocabulary.GROUP]["ids"]
     out = exported(stored, base, target, tmp_path / "out")
     again, back, _ = load(out, base.config)
     found = [*engines_that_read(target, heads.drafter, out, facts)]
-    for logits in (*found, our_logits(again, back)[:3]):
+    for logits in (*found, our_logits(again, back, base.config)[:3]):
         logits = logits if logits.shape == want.shape else logits[:, ids]
         np.testing.assert_array_equal(logits.argmax(-1), want.argmax(-1))
         assert_close(logits, want, dtype="float32")
