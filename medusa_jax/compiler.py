@@ -81,7 +81,7 @@ def library_file(unit: str) -> "Future[Path | None]":
 
 
 def begin_products(forms: Iterable[str], activations: int) -> None:
-    """Begin to find or compile the products with these forms of weights and activations of so many bits.
+    """Begin to find or compile the products for these forms of weights, with activations of 16 or 8 bits.
 
     Blocks of other forms are unpacked to float32.
     """

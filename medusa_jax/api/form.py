@@ -85,7 +85,7 @@ def choose_form(
 
 
 def product_forms(base: BaseFiles, dtype: str, weights: str | None) -> set[str]:
-    """Types of the kernels that `choose_form` would store in panels: those of a file's blocks, or one type."""
+    """The weights that the native kernels would multiply by: a GGUF file's types of blocks, or one type."""
     if weights in (None, STORED) and stands_for_gguf(base.source) and dtype == "float32":
         kernels = [t.blocks for t in base.tensors.values() if len(t.shape) == 2]
         return {blocks.kind for blocks in kernels if blocks}

@@ -113,10 +113,10 @@ def load(
     devices = make_mesh(mesh)
     dtype = dtype or default_dtype()
     # The kernels load, or compile, and begin to read kept programs while the model is opened.
-    if native := dtype != "float64" and kernels is None:
+    if may_be_native := dtype != "float64" and kernels is None:
         begin_loading(devices)
     files = open_model(model_path, None if tokenizer is None else fspath(tokenizer))
-    if native:
+    if may_be_native:
         forms = product_forms(files.base, dtype, weights)
         if isinstance(source, StoredHeads):
             forms.add(Storage(panel=1, draft_weights=draft_weights or "").of_drafts.weights)

@@ -85,7 +85,7 @@ def parser_of(kind: type, name: str, examples: str = "") -> Parser:
         owners = [b for b in kind.__mro__ if field.name in getattr(b, FIELDS, ())]
         metadata = (getattr(b, FIELDS)[field.name].metadata for b in owners)
         declared = next(filter(None, metadata), None)
-        if declared is None:  # a field that is no flag
+        if declared is None:  # not a flag
             continue
         how = _kind_of_flag(kinds[field.name]) | dict(declared)
         if field.default_factory is not dataclasses.MISSING:

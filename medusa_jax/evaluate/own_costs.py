@@ -12,7 +12,7 @@ from medusa_jax.evaluate.step_clock import StepClock
 from medusa_jax.tree.tree import Tree
 
 # The fixed cost of each part, mostly compilation, in compilations of one decoding loop; answers cost it for each size of
-# prompts. Then the time of reading a prompt, and of learning, over that of their products. From quiet runs on two CPU cores.
+# prompts. Then how much longer reading a prompt, and learning, take than their products. Measured on two quiet CPU cores.
 PROGRAMS = {"answers": 14.0, "training": 22.0, "tree": 38.0, "comparison": 20.0}
 READING, LEARNING = 1.4, 1.35
 # Plain steps that take as long as the timed ones of `calibrate`, and as the runs for each compared token.

@@ -19,7 +19,7 @@ class Engines:
 
     Attributes:
       trees: the tree for each number of rows.
-      common: for all programs but those of a group.
+      common: the engine of programs that all groups share.
       with_logprobs: the same with log-probabilities.
       sizes: trees that chunks may take instead.
       widest: most tokens of one text in a pass; it needs as many free slots.
@@ -56,7 +56,7 @@ class Engines:
         return replace(self._of(group), logprobs=self.with_logprobs.logprobs)
 
     def of_steps(self, group: Group, n_rows: int) -> Engine:
-        """Return the engine, with its tree, of a group's steps in a batch of so many rows."""
+        """Return the engine of a group's steps, with the tree for this number of rows."""
         engine = self._of(group)
         if not group.drafts:
             drafter = no_drafter(engine.llama.config)

@@ -96,7 +96,7 @@ class Jobs:
         row.job, row.used = None, self.turn
 
     def crop(self, n_rows: int, slots: int) -> None:
-        """Forget what a batch of this size does not keep of the rows' texts."""
+        """Shorten the rows' texts to what a batch of this size keeps."""
         for at, row in enumerate(self.rows):
             n = slots - self._batch.engines.widest if at < n_rows else 0
             row.keep(row.cached[:n], row.drafted)

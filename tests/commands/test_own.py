@@ -39,7 +39,7 @@ def given(tmp_path_factory):
 
 
 def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
-    """A stopped part is begun again, a finished one is not; what has no certificate gets it."""
+    """A part that was stopped runs again, a finished one does not; a missing certificate is written."""
     job = Workload(40, 1, 4, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
     costs = Costs(program=1.0, step=0.01, steps=0.02, token=0.001, learned=0.001)
     monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
@@ -119,7 +119,7 @@ print(own.__file__, cfg.train.stage, cfg.data.source, cfg.data.seq_len)
 
 
 def test_an_installed_package_has_the_recipe(given, tmp_path, monkeypatch):
-    """Where the files of a clone are not beside it."""
+    """Without a clone's files next to the package."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "medusa_jax").symlink_to(Path(own.__file__).parents[1])
     said = output_of(IN_A_WHEEL, *given, tmp_path, PYTHONPATH=str(tmp_path)).split()
@@ -179,7 +179,7 @@ def test_what_cannot_be_done_is_refused_before_the_work(
 
 @pytest.mark.wide
 def test_heads_are_rebuilt_after_a_fine_tuning(given, tmp_path, monkeypatch, capsys):
-    """From those of the model before, which another fingerprint binds; killed in the training, resumed, converted.
+    """Starting from heads of the earlier model, whose fingerprint differs; stopped in training, resumed, converted.
 
     In a directory whose name has the marks of lists and trees.
     """

@@ -109,7 +109,7 @@ CASES = {
 def test_products_are_asked_for_before_any_is_needed(
     has_heads, tmp_path, tokenizer_json, monkeypatch
 ):
-    """Those of the file's blocks and of its heads, and no others."""
+    """The products of the file's blocks and of its heads, and no others."""
     path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES["three in one"], False)
     config, asked = read_config(resolve(path)), set()
     write_heads(tmp_path / "heads", config, random_params(config, 0))
