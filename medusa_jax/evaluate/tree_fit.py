@@ -62,6 +62,7 @@ def fit_tree(
     Args:
       options: of the texts; their temperature selects the acceptance rule.
       sizes: numbers of nodes to time until larger trees are clearly slower; 1 (plain) is added; (): the usual ones.
+        A size beyond the texts' largest tree stands for that tree.
       batches: batch sizes, one rung each; the evidence is that of the first.
       copies: whether trees may hold a chain copied from the text.
       keep: file for the ranks of finished texts, from which an interrupted run continues.
@@ -72,10 +73,8 @@ def fit_tree(
     grow = partial(growth.order_by_steps, n_choices=GROWTH, copies=copies)
     order = grow(ranked)
     largest = len(order.growth) + 1
-    if max(sizes, default=1) > largest:
-        raise UserError(f"the largest tree of these texts has {largest} nodes")
     usual = CPU_SIZES if jax.default_backend() == "cpu" else SIZES_TO_TIME
-    sizes = sorted({1, *(sizes or (s for s in usual if s <= largest))})
+    sizes = sorted({1, *(min(size, largest) for size in sizes or usual)})
     tokens = dict(zip(sizes, growth.held_out_tokens(ranked, grow, sizes)))
     time_trees = partial(
         time_sizes, model, order, tokens, model.encode(prompts[0]),

@@ -178,8 +178,27 @@ def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypat
     model.no_repeat_ngram_size = 2
     tree_fit.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
     assert written == [2] * 11
-    with pytest.raises(UserError, match="largest tree of these texts has "):
-        tree_fit.fit_tree(model, PROMPTS, options, (2, 129))
+
+
+def test_sizes_beyond_the_texts_stand_for_their_largest_tree(files, tmp_path, monkeypatch):
+    """No size is left out, so a tree is timed wherever the texts have one."""
+    directory, _ = files
+    model = medusa_jax.load(str(directory), str(directory / "heads"), tree="none")
+    asked = []
+
+    def time_sizes(model, order, tokens, prompt, rows, **how):
+        asked.append((list(tokens), len(order.growth) + 1))
+        return [(n, 1.0, 1.0) for n in tokens]
+
+    monkeypatch.setattr(tree_fit, "time_sizes", time_sizes)
+    for sizes in ((), (2, 128), (128,)):
+        tree_fit.fit_tree(
+            model, PROMPTS, Options(max_new_tokens=30), sizes, keep=tmp_path / "ranks"
+        )
+    (usual, largest), (two, _), (one, _) = asked
+    assert 2 < largest < 128  # few texts
+    assert two == [1, 2, largest] and one == [1, largest]
+    assert usual[:2] == [1, 2] and usual[-1] <= largest
 
 
 def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch, capsys):
