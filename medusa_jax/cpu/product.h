@@ -43,6 +43,10 @@ inline void MultiplyChunk(const Kernel& kernel, const Rows& x, int64_t chunk, co
       const int64_t rows = last - first;
       if (many) sums.resize(std::max<size_t>(sums.size(), panels * rows * kWide));
       float* out = many ? sums.data() : some;
+      // Where the products go, other cores have lines of the last layer's.
+      for (int64_t r = first; r < last; ++r)
+        for (int64_t at = p * wide, end = std::min(at + panels * wide, part.outputs); at < end; at += 16)
+          __builtin_prefetch(y + r * kernel.stride + before + at, 1);
       part.multiply(part, words, panels, x, from, to, out);
       for (int64_t r = first; r < last; ++r)
         for (int64_t i = 0; i < panels; ++i) {
