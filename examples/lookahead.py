@@ -42,8 +42,9 @@ from medusa_jax.decoding.copies import Nodes
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import accept, append, commit, draft
 from medusa_jax.errors import UserError, between
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
+from medusa_jax.heads.drafter import Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.untrained import Untrained, propose_given
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.tree.tree import MOST_DEEP, Tree
 

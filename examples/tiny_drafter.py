@@ -6,15 +6,9 @@ x_k = h_t + SiLU(W_k [h_t ; e_{t+1}])        logits of token t + k + 2 = LM-Head
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.heads.drafter import (
-    Backbone,
-    DraftRequest,
-    Params,
-    Proposal,
-    TextRows,
-    shift_left,
-)
+from medusa_jax.heads.drafter import DraftRequest, Params, Proposal, TextRows, shift_left
 from medusa_jax.heads.layers import LastHidden, applied, lm_head_start
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.layers import Linear
 
 

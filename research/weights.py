@@ -14,8 +14,9 @@ from medusa_jax.decoding.prefill import PromptArrays, prefill
 from medusa_jax.decoding.request import DecodeRequest, prompt_arrays
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.drafter import Drafter
 from medusa_jax.kernels.choose import choose_kernels
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.convert import abstract_params, place_head, place_part, prepare, store
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.llama import Llama

@@ -22,7 +22,7 @@ from medusa_jax.hlo.collectives import collectives
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generation
 from medusa_jax.heads.dflash import DSparkConfig
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.files import hf, tensors
 from medusa_jax.files.fingerprint import fingerprint

@@ -16,8 +16,8 @@ from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError, between, one_of
-from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import no_drafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.convert import decoder
 from medusa_jax.sharding import Params
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer

@@ -20,8 +20,9 @@ from jax import lax
 from medusa_jax.decoding.state import DEFERRED, DecodeState, Engine
 from medusa_jax.decoding.step import step_of
 from medusa_jax.decoding.stopping import RUNNING
-from medusa_jax.heads.drafter import Backbone, Committed, Drafter, NoDrafter
+from medusa_jax.heads.drafter import Committed, Drafter, NoDrafter
 from medusa_jax.heads.optional import CopiesText
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import Params, PyTree, pin_state
 
 # (steps taken, the state after them) -> whether there is another step to take.

@@ -15,7 +15,7 @@ from medusa_jax.decoding.repeats import bar_repeats, node_texts
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.token_sets import only
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.model.backbone import Backbone
 
 
 class Places(NamedTuple):

@@ -12,7 +12,8 @@ from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.decoding.tree_size.gate import Gate
-from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.drafter import Drafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.llama import Llama

@@ -14,9 +14,10 @@ from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import adjust, after_nodes, after_text
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.stopping import BROKEN, RUNNING, completes_stop, count_until_end
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Proposal, Ranked
+from medusa_jax.heads.drafter import Committed, DraftRequest, Proposal, Ranked
 from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.vocabulary import for_drafting
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import Params

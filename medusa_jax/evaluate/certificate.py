@@ -20,9 +20,10 @@ from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts.native_heads import CERTIFICATE
 from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.tensors import open_safetensors, save_safetensors
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
+from medusa_jax.heads.drafter import Drafter, TextRows
 from medusa_jax.heads.tapped import TappedDrafter
 from medusa_jax.heads.vocabulary import for_drafting
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.kernels import PLAIN
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json

@@ -18,7 +18,7 @@ from medusa_jax.decoding.places import Places, adjust
 from medusa_jax.decoding.request import power_of_two, row_options
 from medusa_jax.decoding.sampling import filtered, gumbel
 from medusa_jax.decoding.token_sets import NO_TOKEN, words
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json

@@ -7,9 +7,10 @@ from jax import lax
 from medusa_jax.decoding.copies import copied_tokens
 from medusa_jax.decoding.repeats import bar_repeats
 from medusa_jax.decoding.sampling import gumbel
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
+from medusa_jax.heads.drafter import Drafter, TextRows
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.heads.vocabulary import for_drafting
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import Params
 from medusa_jax.tree.growth import MISS
 

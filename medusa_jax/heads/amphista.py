@@ -31,7 +31,6 @@ from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import between
 from medusa_jax.heads.causal_layer import CausalLayer, LayerState
 from medusa_jax.heads.drafter import (
-    Backbone,
     Committed,
     DraftRequest,
     Params,
@@ -47,6 +46,7 @@ from medusa_jax.heads.layers import (
     last_of,
     lm_head_start,
 )
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import Pair
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.kernels import PLAIN, Kernels

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.heads.drafter import Backbone, Params
+from medusa_jax.heads.drafter import Params
 from medusa_jax.heads.layers import take_last
 from medusa_jax.heads.state import CacheState
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, RMSNorm, zero_output

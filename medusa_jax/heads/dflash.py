@@ -35,7 +35,6 @@ from jax.typing import DTypeLike
 from medusa_jax.bounds import AtLeast, OneOf
 from medusa_jax.errors import UserError, between
 from medusa_jax.heads.drafter import (
-    Backbone,
     Committed,
     DraftRequest,
     Params,
@@ -47,6 +46,7 @@ from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
 from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start
 from medusa_jax.heads.state import CacheState
 from medusa_jax.heads.tapped import TappedConfig, TappedDrafter, numbers, numbers_to
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.draft_caches import BlockCache, LayerCache
 from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm, zero_output

@@ -17,11 +17,12 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import between
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
+from medusa_jax.heads.drafter import Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows
 from medusa_jax.heads.layers import take_last
 from medusa_jax.heads.state import CacheState
 from medusa_jax.heads.untrained import Untrained
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import PyTree

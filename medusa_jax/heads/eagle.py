@@ -24,8 +24,9 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.bounds import AtLeast
-from medusa_jax.heads.drafter import Backbone, Params
+from medusa_jax.heads.drafter import Params
 from medusa_jax.heads.levels import LevelDrafter, Stack
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, Linear
 from medusa_jax.model.masks import CausalMask

@@ -30,9 +30,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.heads.drafter import Backbone, Params
+from medusa_jax.heads.drafter import Params
 from medusa_jax.heads.levels import LevelDrafter, Stack
 from medusa_jax.heads.tapped import TappedConfig, TappedDrafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, Linear, RMSNorm
 from medusa_jax.model.masks import CausalMask

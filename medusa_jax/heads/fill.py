@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.heads.drafter import Backbone, DraftRequest, Proposal, Ranked
+from medusa_jax.heads.drafter import DraftRequest, Proposal, Ranked
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import PyTree
 from medusa_jax.tree.tree import Tree
 

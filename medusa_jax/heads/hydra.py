@@ -20,14 +20,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import one_of
-from medusa_jax.heads.drafter import (
-    Backbone,
-    DraftRequest,
-    Params,
-    Proposal,
-    TextRows,
-    shift_left,
-)
+from medusa_jax.heads.drafter import DraftRequest, Params, Proposal, TextRows, shift_left
 from medusa_jax.heads.fill import Level, fill_by_level
 from medusa_jax.heads.layers import (
     LastHidden,
@@ -36,6 +29,7 @@ from medusa_jax.heads.layers import (
     check_dropout,
     lm_head_start,
 )
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Linear

@@ -12,9 +12,10 @@ import jax
 from jax.typing import DTypeLike
 
 from medusa_jax.heads.causal_layer import CausalLayer, LayerState
-from medusa_jax.heads.drafter import Backbone, Committed, Params, TextRows
+from medusa_jax.heads.drafter import Committed, Params, TextRows
 from medusa_jax.heads.hydra import Hydra, HydraConfig
 from medusa_jax.heads.layers import applied, last_of
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.masks import CausalMask
 from medusa_jax.sharding import PyTree
 

@@ -10,15 +10,9 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import (
-    Backbone,
-    Committed,
-    Drafter,
-    DraftRequest,
-    Params,
-    Proposal,
-)
+from medusa_jax.heads.drafter import Committed, Drafter, DraftRequest, Params, Proposal
 from medusa_jax.heads.fill import fill_by_rank
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Linear, kernel_of, row_of
 from medusa_jax.model.product import at_least_f32

@@ -23,7 +23,6 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.causal_layer import LayerState
 from medusa_jax.heads.drafter import (
-    Backbone,
     Committed,
     Drafter,
     DraftRequest,
@@ -34,6 +33,7 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows
 from medusa_jax.heads.layers import last_of, lm_head_logits, lm_head_start
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.draft_caches import LayerCache, LevelCache
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import zero_output

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, DraftRequest, Params, Proposal, TextRows
+from medusa_jax.heads.drafter import DraftRequest, Params, Proposal, TextRows
 from medusa_jax.heads.layers import LastHidden, ResBlock, applied, lm_head_start
+from medusa_jax.model.backbone import Backbone
 
 
 class Medusa(LastHidden):

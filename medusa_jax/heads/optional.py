@@ -8,7 +8,8 @@ from typing import Protocol, runtime_checkable
 import jax
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
+from medusa_jax.heads.drafter import Drafter, TextRows
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import Params, PyTree
 
 

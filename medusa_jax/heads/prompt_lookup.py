@@ -24,10 +24,11 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import between
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
+from medusa_jax.heads.drafter import Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.matches import continuations
 from medusa_jax.heads.state import PositionState
 from medusa_jax.heads.untrained import Untrained, propose_given
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.tree.tree import MOST_DEEP
 

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.heads.drafter import Backbone, Drafter, shift_left
+from medusa_jax.heads.drafter import Drafter, shift_left
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import Params
 from medusa_jax.tree.growth import MISS
 

@@ -8,7 +8,8 @@ import jax
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.drafter import Drafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import Params
 
 

@@ -6,7 +6,6 @@ from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
-    Backbone,
     Drafter,
     DraftRequest,
     Params,
@@ -15,6 +14,7 @@ from medusa_jax.heads.drafter import (
     TextRows,
 )
 from medusa_jax.heads.fill import Level
+from medusa_jax.model.backbone import Backbone
 
 # Score difference between siblings of given tokens: the first takes all remaining mass at any temperature.
 AHEAD = 1e30

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.heads.drafter import Backbone, Params
+from medusa_jax.heads.drafter import Params
+from medusa_jax.model.backbone import Backbone
 
 # The entry of the parameters, and the frozen group of a training run.
 GROUP = "draft_vocab"

@@ -12,9 +12,10 @@ from medusa_jax.api import Model
 from medusa_jax.decoding.request import power_of_two
 from medusa_jax.evaluate.ranks import CHUNK
 from medusa_jax.evaluate.text_ranks import Text
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
+from medusa_jax.heads.drafter import Drafter, TextRows
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.heads.vocabulary import for_drafting
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import Params
 from medusa_jax.tree.growth import TextRanks

@@ -9,7 +9,7 @@ import numpy as np
 from medusa_jax.api import Model
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.request import power_of_two
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.programs import program
 from medusa_jax.serving.request import Delta

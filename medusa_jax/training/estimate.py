@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
+from medusa_jax.heads.drafter import Drafter, TextRows
 from medusa_jax.heads.ranks import label_ranks
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.losses.pairs import Batch, pair_mask, text_of
 from medusa_jax.tree.growth import chain_length, expected_tokens, joint_growth

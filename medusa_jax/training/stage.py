@@ -18,10 +18,11 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.optional import SupportsAnchors, has_confidence, loss_view
 from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model import lora as adapters
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.losses import induction, objectives

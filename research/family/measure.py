@@ -21,8 +21,9 @@ from medusa_jax.evaluate.race import Contender, ourselves, race
 from medusa_jax.evaluate.step_clock import StepClock
 from medusa_jax.evaluate.tables import device_facts
 from medusa_jax.evaluate.tree_fit import rank_texts
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
+from medusa_jax.heads.drafter import Committed, DraftRequest, Ranked
 from medusa_jax.heads.vocabulary import for_drafting
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import Params, PyTree
 from medusa_jax.tree import growth
 from medusa_jax.tree.tree import Tree

@@ -12,7 +12,8 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Run
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.heads.drafter import Backbone, shift_left
+from medusa_jax.heads.drafter import shift_left
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama
 from medusa_jax.plots import Chart, draw_lines
 from medusa_jax.sharding import Params, PyTree

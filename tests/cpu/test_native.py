@@ -20,10 +20,11 @@ from medusa_jax.cpu.panels import Panels
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.heads.causal_layer import LayerState
 from medusa_jax.heads.draft_model import MODEL
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
+from medusa_jax.heads.drafter import Committed, DraftRequest, Ranked
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.kernels.one_cpu import LayerKernels
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.convert import decoder, prepare, store
 from medusa_jax.model.llama import Llama

@@ -12,7 +12,7 @@ from tiny import forward_logits, write_model
 
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 

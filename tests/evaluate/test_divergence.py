@@ -13,7 +13,7 @@ from medusa_jax.api import Options
 from medusa_jax.api.prompts import request_of
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.evaluate import divergence
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.model.backbone import Backbone
 
 pytestmark = pytest.mark.usefixtures("x64")
 

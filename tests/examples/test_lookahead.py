@@ -15,7 +15,7 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine, progress_of
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")

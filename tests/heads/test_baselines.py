@@ -16,10 +16,11 @@ from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.heads.draft_model import DraftModelConfig
-from medusa_jax.heads.drafter import Backbone, DraftRequest, Ranked
+from medusa_jax.heads.drafter import DraftRequest, Ranked
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.heads.prompt_lookup import PromptLookup, PromptLookupConfig, TextState
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 

@@ -33,10 +33,11 @@ from medusa_jax.decoding.tree_size.gate import Gate
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import ranks as recording_ranks
 from medusa_jax.files.layouts import heads_io, native_heads
-from medusa_jax.heads.drafter import Backbone, Committed, Ranked, TextRows
+from medusa_jax.heads.drafter import Committed, Ranked, TextRows
 from medusa_jax.heads.names import BASELINES, DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.heads.state import grow_state, rewind_state
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training.losses.lm_heads import HeadReads

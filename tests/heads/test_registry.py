@@ -13,8 +13,8 @@ from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.layouts import native_heads
 from medusa_jax.heads import registry
-from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.names import BASELINES, DRAFTERS, split_drafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama, init_params
 
 TINY = "examples.tiny_drafter:Tiny"

@@ -23,9 +23,9 @@ from medusa_jax.errors import UserError
 from medusa_jax.files.layouts import heads_io, native_heads
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.tree import Tree

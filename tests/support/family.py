@@ -15,9 +15,10 @@ from tiny import decoder, random_heads, random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked, TextRows
+from medusa_jax.heads.drafter import Committed, DraftRequest, Ranked, TextRows
 from medusa_jax.heads.optional import loss_view
 from medusa_jax.heads.registry import drafter_class, make_drafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training.losses.objectives import heads_loss
 from medusa_jax.training.losses.pairs import StepInputs, pair_counts

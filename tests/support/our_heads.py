@@ -13,8 +13,9 @@ from medusa_jax.files.layouts.convert import convert
 from medusa_jax.files.layouts.layout import Export
 from medusa_jax.files.layouts.stored_heads import abstract_heads
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.drafter import Backbone, TextRows
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 

@@ -20,9 +20,10 @@ from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
 from medusa_jax.decoding.state import Engine, Progress, progress_of
 from medusa_jax.decoding.step import after_draft, draft
 from medusa_jax.decoding.stopping import RUNNING
-from medusa_jax.heads.drafter import Backbone, Drafter, Proposal, Ranked
+from medusa_jax.heads.drafter import Drafter, Proposal, Ranked
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.kernels.cpu import CpuKernels
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 

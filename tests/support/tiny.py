@@ -14,10 +14,11 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.layouts import native_heads
-from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.kernels.cpu import CpuKernels
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.convert import prepare
 from medusa_jax.model.llama import Llama, decoding_config, init_params
 

@@ -14,8 +14,9 @@ from training_setup import packed_batch, training_arch
 
 from medusa_jax.config import HeadsConfig, LoraConfig, TrainConfig
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.drafter import Backbone, TextRows, shift_left
+from medusa_jax.heads.drafter import TextRows, shift_left
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training.losses import pairs
 from medusa_jax.training.losses.lm_heads import HeadArrays, HeadReads

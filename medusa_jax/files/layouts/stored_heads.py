@@ -11,8 +11,8 @@ from medusa_jax.errors import UserError
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.source import Source
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.convert import abstract_params
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree

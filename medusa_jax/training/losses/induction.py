@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
+from medusa_jax.heads.drafter import Drafter, TextRows, shift_left
 from medusa_jax.heads.optional import SupportsInduction
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.grouped import group_queries
 from medusa_jax.model.masks import CausalMask
 from medusa_jax.model.product import at_least_f32

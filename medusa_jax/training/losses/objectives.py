@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from medusa_jax.config import TrainConfig
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
+from medusa_jax.heads.drafter import Drafter, TextRows, shift_left
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.barrier import regather
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import Params, split_rows

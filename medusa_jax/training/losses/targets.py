@@ -8,8 +8,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
+from medusa_jax.heads.drafter import Drafter, TextRows
 from medusa_jax.heads.optional import SupportsAnchors
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import Params, split_rows
 from medusa_jax.training.losses.packing import LossColumns, take_columns
 from medusa_jax.training.losses.pairs import Batch, delay, pair_mask

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax.config import HeadsConfig
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.layouts import heads_io, native_heads
-from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.files import load_tree_file
