@@ -251,7 +251,7 @@ class Amphista(SeparateHeads):
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
-        mask = state.text_mask(next_BTD.shape[1], backbone.runs_layers(self.llama))
+        mask = state.text_mask(backbone.kernels, next_BTD.shape[1])
         given = (new.hidden_BTE, next_BTD, new.positions_BT, mask, state, last_of(new.n_B))
         contexts, caches = self._stages(params, backbone, *given)
         return state.extended(caches, contexts, new.n_B)

@@ -15,7 +15,7 @@ from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, RMSNorm, zero_output
-from medusa_jax.model.masks import CausalMask, Mask, PathMask, as_path, tree_mask
+from medusa_jax.model.masks import CausalMask, Mask, PathMask, as_path
 from medusa_jax.model.rope import rope_tables
 
 
@@ -91,16 +91,14 @@ class LayerState(CacheState):
         context = jnp.zeros((batch, max(n_layers, 1), config.d_model), dtype)
         return cls(jnp.zeros((batch,), jnp.int32), cache, context)
 
-    def text_mask(self, T: int, one_call: bool) -> Mask:
-        """The mask of T tokens that continue the accepted text, in layers of one call each or not."""
+    def text_mask(self, kernels: Kernels, T: int) -> Mask:
+        """The mask of T tokens that continue the accepted text."""
         path_TT = as_path(T)
-        return CausalMask() if path_TT is None else self.tree_mask(path_TT, one_call)
+        return CausalMask() if path_TT is None else self.path_mask(kernels, path_TT)
 
-    def tree_mask(self, mask_TR: jax.Array, one_call: bool) -> Mask:
+    def path_mask(self, kernels: Kernels, mask_TR: jax.Array) -> Mask:
         """The mask of T nodes, which see the R rows after the accepted text by `mask_TR`."""
-        if one_call:
-            return PathMask(mask_TR)
-        return tree_mask(self.cache.slots, self.length_B, mask_TR)
+        return kernels.mask_of(PathMask(mask_TR), self.cache, self.length_B)
 
     def extended(
         self, layers: Sequence[Pair], contexts: list[jax.Array], n_B: jax.Array

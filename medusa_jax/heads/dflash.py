@@ -360,7 +360,7 @@ class DFlash(TappedDrafter):
         """One pass over the block; the LM head reads only the slots of the tree's depths."""
         length_B, texts = state.length_B, state.cache.layers
         plain = not self.heads.sliding_layers and self.heads.causal != "all"
-        one_call = plain and backbone.runs_layers(self.shape)
+        one_call = plain and backbone.kernels.runs_layers(self.shape.head_dim)
         caches: Sequence[LayerCache]
         if one_call:
             padding = (0, 0), (0, 0), (0, self.n_slots), (0, 0)

@@ -59,7 +59,7 @@ class HydraPP(Hydra):
     def commit(
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
-        mask = state.text_mask(new.tokens_BT.shape[1], backbone.runs_layers(self.llama))
+        mask = state.text_mask(backbone.kernels, new.tokens_BT.shape[1])
         after = (state.cache.layers[0], state.length_B, last_of(new.n_B))
         context_B1D, layer = self._prefix(
             params, backbone, new.hidden_BTE, new.positions_BT, mask, *after

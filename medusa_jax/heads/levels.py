@@ -178,7 +178,7 @@ class LevelDrafter(Drafter):
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
-        mask = state.text_mask(next_BTD.shape[1], backbone.runs_layers(self.shape))
+        mask = state.text_mask(backbone.kernels, next_BTD.shape[1])
         input_BTD = self.first_input(params, backbone, new.hidden_BTE)
         rows = (input_BTD, next_BTD, new.positions_BT, mask)
         last_B1D, layers = self.run(
@@ -200,7 +200,7 @@ class LevelDrafter(Drafter):
                 mask_PR = jnp.asarray(rows_of[depth][1])
                 P, R = mask_PR.shape
                 start_B = state.length_B
-                mask = state.tree_mask(mask_PR, backbone.runs_layers(self.shape))
+                mask = state.path_mask(backbone.kernels, mask_PR)
                 positions_BP = jnp.tile(start_B[:, None] + depth - 1, (1, P))
                 features_BPD, cache = self.run(
                     params, backbone, features_BPD[:, level.rows_P],

@@ -17,7 +17,7 @@ from medusa_jax import cpu, native
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.cache import KVCache, Pair
-from medusa_jax.model.masks import LayerMask
+from medusa_jax.model.masks import LayerMask, Mask
 from medusa_jax.model.stored import Storage, Stored
 from medusa_jax.sharding import Params
 
@@ -77,6 +77,17 @@ class LayerKernels(PanelKernels):
 
     def runs_layers(self, head_dim: int) -> bool:
         return native.attends(head_dim)
+
+    def mask_of(
+        self,
+        seen: LayerMask,
+        cache: KVCache,
+        start_B: jax.Array,
+        depth_T: jax.Array | None = None,
+    ) -> Mask:
+        if self.runs_layers(cache.head_dim):
+            return seen
+        return super().mask_of(seen, cache, start_B, depth_T)
 
     def layer(
         self,

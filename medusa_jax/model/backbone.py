@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.arch import LlamaConfig
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.llama import Llama
@@ -60,10 +59,6 @@ class Backbone:
     def kernels(self) -> Kernels:
         """The operations that differ by platform."""
         return self.llama.kernels
-
-    def runs_layers(self, shape: LlamaConfig) -> bool:
-        """Whether a layer of this shape over few tokens is one call."""
-        return self.kernels.runs_layers(shape.head_dim)
 
     @property
     def only_lm_head(self) -> "Backbone":

@@ -48,6 +48,10 @@ class KVCache(struct.PyTreeNode):
     def slots(self) -> int:
         return self.layers[0][0].shape[2] if self.layers else 0
 
+    @property
+    def head_dim(self) -> int:
+        return self.layers[0][0].shape[3] if self.layers else 0
+
     def grow(self, slots: int) -> "KVCache":
         """The same rows with room for `slots` slots (never fewer than now)."""
         extra = max(0, slots - self.slots)

@@ -20,7 +20,15 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.model.cache import KVCache, Pair, write_rows
 from medusa_jax.model.grouped import attend, flat, group_queries
-from medusa_jax.model.masks import CausalMask, LayerMask
+from medusa_jax.model.masks import (
+    CausalMask,
+    LayerMask,
+    Mask,
+    PathMask,
+    TextMask,
+    as_path,
+    tree_mask,
+)
 from medusa_jax.model.product import at_least_f32, product
 from medusa_jax.model.rope import rotate
 from medusa_jax.model.stored import Kernel, Storage, Stored
@@ -120,6 +128,26 @@ class Kernels:
     ) -> jax.Array:
         """Attention of T queries over S slots, as `grouped.attend`: [B, T, N * H]."""
         return attend(q_BTNH, k_BGSH, v_BGSH, mask_BTS, keys_first=self.keys_first)
+
+    def mask_of(
+        self,
+        seen: LayerMask,
+        cache: KVCache,
+        start_B: jax.Array,
+        depth_T: jax.Array | None = None,
+    ) -> Mask:
+        """What new tokens after a cached text see, in the form that these kernels' attention takes.
+
+        Args:
+          start_B, depth_T: as for `masks.tree_mask`; a text and a window need `depth_T`.
+        """
+        if isinstance(seen, TextMask):
+            assert depth_T is not None
+            path_TT = as_path(len(depth_T))
+            if path_TT is None:
+                return CausalMask(window=seen.window)
+            seen = PathMask(path_TT, seen.window)
+        return tree_mask(cache.slots, start_B, seen.mask_TR, depth_T, seen.window)
 
     # A whole layer.
 

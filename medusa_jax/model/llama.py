@@ -19,7 +19,7 @@ from medusa_jax.model.barrier import rematerialise
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Adapter, Block, Embed, Linear, RMSNorm
-from medusa_jax.model.masks import CausalMask, Mask, PathMask, TextMask, as_path, tree_mask
+from medusa_jax.model.masks import CausalMask, LayerMask, Mask, PathMask, TextMask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
@@ -129,14 +129,8 @@ class Llama(nn.Module):
         Returns: hidden states after the final norm [B, T, E], and the cache with the new rows.
         """
         depth_T = jnp.arange(tokens_BT.shape[1])
-        path_TT = as_path(len(depth_T))
-        mask: TextMask | CausalMask = CausalMask()
-        if self.kernels.runs_layers(self.config.head_dim):
-            mask = TextMask(count_B)
-        elif path_TT is not None:
-            return self.read_tree(tokens_BT, depth_T, path_TT, cache, start_B)
+        masks = self._masks(TextMask(count_B), cache, start_B, depth_T)
         positions_BT = start_B[:, None] + depth_T[None, :]
-        masks = mask, mask.replace(window=self.config.sliding_window)
         return self._run(tokens_BT, positions_BT, masks, cache, start_B)
 
     def read_tree(
@@ -157,16 +151,20 @@ class Llama(nn.Module):
 
         Returns: as `read`.
         """
-        (T, R), window = mask_TR.shape, self.config.sliding_window
+        T, R = mask_TR.shape
+        masks = self._masks(PathMask(mask_TR), cache, start_B, depth_T)
         positions_BT = start_B[:, None] + depth_T[None, :]
-        masks: tuple[Mask, Mask]
-        if self.kernels.runs_layers(self.config.head_dim):
-            masks = PathMask(mask_TR), PathMask(mask_TR, window)
-        else:
-            after = cache.slots, start_B, mask_TR
-            mask_BTS = tree_mask(*after)
-            masks = mask_BTS, tree_mask(*after, depth_T, window) if window else mask_BTS
         return self._run(tokens_BT, positions_BT, masks, cache, start_B + (R - T))
+
+    def _masks(
+        self, seen: LayerMask, cache: KVCache, start_B: jax.Array, depth_T: jax.Array
+    ) -> tuple[Mask, Mask]:
+        """The masks of layers without and with the sliding window."""
+        mask_of = partial(
+            self.kernels.mask_of, cache=cache, start_B=start_B, depth_T=depth_T
+        )
+        mask, window = mask_of(seen), self.config.sliding_window
+        return mask, mask_of(seen.replace(window=window)) if window else mask
 
     def _run(
         self,

@@ -40,7 +40,7 @@ class CausalMask(struct.PyTreeNode):
 
 
 class PathMask(struct.PyTreeNode):
-    """Visibility in `Kernels.layer`: the cached text and the path to the token itself.
+    """The cached text and the path to the token itself; see `Kernels.mask_of`.
 
     Attributes:
       mask_TR: [t, r] is True where row r after the text is on the path to new token t, itself included. The
@@ -53,7 +53,7 @@ class PathMask(struct.PyTreeNode):
 
 
 class TextMask(struct.PyTreeNode):
-    """Visibility in `Kernels.layer` of new tokens that continue the text: all before and the token itself.
+    """Of new tokens that continue the text: all before and the token itself; see `Kernels.mask_of`.
 
     Attributes:
       count_B: new tokens of each row; the rest is padding, whose results mean nothing. None: all.
@@ -64,8 +64,9 @@ class TextMask(struct.PyTreeNode):
     window: int = struct.field(pytree_node=False, default=0)
 
 
+# What new tokens after a cached text see; `Kernels.layer` takes it as it is.
 LayerMask = PathMask | TextMask
-# A mask [B, T, S] over cache slots, one of a whole layer, or the earlier text.
+# A mask [B, T, S] over cache slots, one for `Kernels.layer`, or the earlier text.
 Mask = jax.Array | LayerMask | CausalMask
 
 
@@ -86,12 +87,13 @@ def tree_mask(
     Args:
       start_B: where the text ends.
       mask_TR: [t, r] is True where token t sees row r after the text.
-      depth_T, window: if given, only the last `window` positions; a token's is `start` + depth, not its slot.
+      window: only the last `window` positions, 0: all; a token's position is `start` + depth, not its slot.
     """
     R = mask_TR.shape[1]
     offset_BS = jnp.arange(slots)[None, :] - start_B[:, None]
     text_BTS = (offset_BS < 0)[:, None, :]
-    if depth_T is not None:
+    if window:
+        assert depth_T is not None
         before_T = depth_T - window
         text_BTS &= offset_BS[:, None, :] > before_T[None, :, None]
         # Nodes of previous calls, a few positions back, count as the first of these.
