@@ -22,6 +22,7 @@ from medusa_jax.files import hf
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.text_defaults import TextDefaults, name_unapplied, text_defaults
+from medusa_jax.heads.drafter import NoDrafter
 from medusa_jax.kernels.choose import begin_loading
 from medusa_jax.mapped import kept
 from medusa_jax.model.convert import place_part
@@ -140,7 +141,7 @@ def load(
         if not form.storage.panel:  # the processes of several hosts read in the same order
             backbone.result()
         begin_keys()
-        loaded = opened.read(None if all_heads else choice.levels)
+        loaded = opened.with_params(None if all_heads else choice.levels)
     return Model(
         config,
         backbone.result(),
@@ -227,7 +228,7 @@ def choose_tree(
     tree: str | Tree, opened: LoadedDrafter, batch: int, form: Form, mesh: Mesh
 ) -> TreeChoice:
     """The tree that `tree` names for this drafter; `batch` rows are decoded at a time."""
-    if not opened.can_draft:
+    if isinstance(opened.drafter, NoDrafter):
         return TreeChoice(Tree.none() if tree == "auto" else tree)
     mark = step_mark(opened.drafter, form.dtype, mesh, form.storage, form.kernels)
     return TreeChoice.of(tree, opened.drafter, opened.directory, batch, form.storage, mark)

@@ -16,6 +16,7 @@ from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError, between, one_of
+from medusa_jax.heads.drafter import NoDrafter
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.convert import decoder
@@ -50,7 +51,7 @@ class LoadedModel:
       no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing.
       repetition_penalty: of requests that name none.
       fingerprint: 16 hex digits that tell the backbone's weights from others'; "" if unknown.
-      read_plain: as `LoadedDrafter.read_plain`.
+      heads_files: as `LoadedDrafter.files`.
       learned: {"heads": parameters to draft with instead of the loaded ones} (`learning/`), or {}.
     """
 
@@ -75,14 +76,14 @@ class LoadedModel:
         self.dtype, self.storage, self.mesh = form.dtype, form.storage, mesh
         self.drafter = loaded.drafter
         self.variables = {"backbone": backbone, "heads": loaded.params}
-        self._read_wide, self.read_plain = loaded.read_wide, loaded.read_plain
+        self.heads_files = loaded.files
         self.calibrated, self.chooses = choice.calibrated, choice.chooses
         self.trees_by_rows, self.mark = choice.by_rows, choice.mark
         ends = tokenizer.eos_ids if eos_ids is None else eos_ids
         # Elsewhere -1 matches every token.
         self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < config.vocab_size))
         self.llama = decoder(config, form.dtype, mesh, form.storage, form.kernels)
-        self.tree = self.drafter.default_tree if self.has_drafter else Tree.none()
+        self.tree = self.drafter.default_tree
         self.tree = self.parse_tree(choice.tree)
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self.repetition_penalty = repetition_penalty
@@ -100,7 +101,7 @@ class LoadedModel:
     @property
     def has_drafter(self) -> bool:
         """Whether the model has heads, or a drafter that needs none."""
-        return bool(self.variables["heads"]) or not self.drafter.trained
+        return not isinstance(self.drafter, NoDrafter)
 
     def drafts_by(self, tree: Tree | None = None) -> str:
         """`drafted_by` this drafter (default: the model's tree)."""
@@ -138,10 +139,11 @@ class LoadedModel:
         """
         if not RULES[acceptance].by_drafts:
             return self.variables | self.learned
-        if self._read_wide is None:
+        wide = self.storage.of_deciding_drafts
+        if self.heads_files is None or wide == self.storage.of_drafts:
             return self.variables
         if self._wide is None:
-            self._wide = self._read_wide()
+            _, self._wide = self.heads_files.read(wide)
         return self.variables | {"heads": self._wide}
 
     @property

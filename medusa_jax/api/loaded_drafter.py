@@ -1,7 +1,6 @@
 """Open a drafter before the backbone is read; read its parameters after it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.names import split_drafter
-from medusa_jax.heads.registry import is_baseline, make_drafter
+from medusa_jax.heads.registry import is_baseline, make_drafter, no_drafter
 from medusa_jax.mapped import kept
 from medusa_jax.model.convert import place_head
 from medusa_jax.model.stored import Storage
@@ -35,94 +34,73 @@ class LoadedDrafter:
     """The drafter of a model, with its parameters if they have been read.
 
     Attributes:
-      drafter: the drafter, for plain decoding one without drafts.
-      params: its parameters in decoding form; {} before `read` and for drafters without any.
+      params: its parameters in decoding form; {} before `with_params` and for drafters without any.
       directory: where its tree file may be; "" if there are no files.
-      read_wide: reads the parameters again, for rules whose text depends on the drafts, if they are stored
-        narrower than the weights.
-      read_plain: reads what learning needs of trained heads: their parameters, kernels as arrays; the LM head
-        of the tokens that they score; their files.
+      files: of trained heads, from which they can be read in another form; None for other drafters.
     """
 
     drafter: Drafter
     params: Params = field(default_factory=dict)
     directory: str = ""
-    read_wide: Callable[[], Params] | None = None
-    read_plain: Callable[[], tuple[Params, Params, StoredHeads]] | None = None
+    files: "HeadsFiles | None" = None
 
-    @property
-    def can_draft(self) -> bool:
-        """False for plain decoding."""
-        return bool(self.directory or self.params) or not self.drafter.trained
-
-    def read(self, n_heads: int | None) -> "LoadedDrafter":
-        """Return this drafter with parameters; only the first `n_heads` heads unless None."""
-        return self
+    def with_params(self, n_heads: int | None) -> "LoadedDrafter":
+        """This drafter with parameters; only the first `n_heads` heads unless None."""
+        if self.files is None:
+            return self
+        files = replace(self.files, n_heads=n_heads)
+        heads, params = files.read(files.form.storage.of_drafts)
+        drafter = make_drafter(heads, files.base.config)
+        return LoadedDrafter(drafter, params, self.directory, files)
 
 
 @dataclass(frozen=True)
-class LoadedHeads(LoadedDrafter):
-    """Trained heads in files.
+class HeadsFiles:
+    """Files of trained heads.
 
     Attributes:
-      stored: their files.
       base: the backbone's files.
+      n_heads: heads that are read, from the first; None: all.
     """
 
-    stored: StoredHeads = field(kw_only=True)
-    base: BaseFiles = field(kw_only=True)
-    form: Form = field(kw_only=True)
-    mesh: Mesh = field(kw_only=True)
+    stored: StoredHeads
+    base: BaseFiles
+    form: Form
+    mesh: Mesh
+    n_heads: int | None = None
 
-    def read(self, n_heads: int | None) -> LoadedDrafter:
-        of_drafts = self.form.storage.of_drafts
-        heads, params = self._read(n_heads, of_drafts)
-        wide, read_wide = self.form.storage.of_deciding_drafts, None
-        if wide != of_drafts:
-            read_wide = partial(self._params, n_heads, wide)
-        drafter = make_drafter(heads, self.base.config)
-
-        def read_plain() -> tuple[Params, Params, StoredHeads]:
-            plain = Storage()
-            return self._params(n_heads, plain), self._lm_head(plain), self.stored
-
-        return LoadedDrafter(drafter, params, self.directory, read_wide, read_plain)
-
-    def _params(self, n_heads: int | None, storage: Storage) -> Params:
-        return self._read(n_heads, storage)[1]
-
-    def _read(self, n_heads: int | None, storage: Storage) -> tuple[HeadsConfig, Params]:
+    def read(self, storage: Storage) -> tuple[HeadsConfig, Params]:
         """The heads with kernels in the form of `storage`, and the LM head that they share."""
-        packed = partial(self._packed, n_heads, storage)
+        packed = partial(self._packed, storage)
         if not storage.panel:
             return packed()
         files = {tensor.file for tensor in self.stored.tensors.values()} | self.base.files
         marks = (
             self.stored.heads,
             self.base.config,
-            n_heads,
+            self.n_heads,
             self.form,
             storage,
             self.form.kernels.mark,
         )
         return kept("draft heads", files, marks, packed)
 
-    def _packed(self, n_heads: int | None, storage: Storage) -> tuple[HeadsConfig, Params]:
+    def _packed(self, storage: Storage) -> tuple[HeadsConfig, Params]:
         heads, params, _ = load_heads(
             self.stored,
             self.base.config,
             self.mesh,
-            n_heads,
+            self.n_heads,
             self.form.dtype.name,
             convert=partial(place_head, storage=storage, kernels=self.form.kernels),
             allow_other_base=True,  # `open_drafter` has checked it
         )
         if vocabulary.GROUP in params and self.stored.heads.lm_head == "shared":
-            columns = self._lm_head(storage)
+            columns = self.lm_head(storage)
             params[vocabulary.GROUP] = params[vocabulary.GROUP] | columns
         return heads, params
 
-    def _lm_head(self, storage: Storage) -> Params:
+    def lm_head(self, storage: Storage) -> Params:
         """The backbone's LM head for the tokens that the heads score."""
         ids = self.stored.ids
         if ids is None:
@@ -165,21 +143,13 @@ def open_drafter(
     if not isinstance(source, StoredHeads) and form.storage.draft_weights:
         raise UserError("draft_weights is the type of draft heads, and no heads are loaded")
     if source is None:
-        return LoadedDrafter(
-            make_drafter(HeadsConfig(n_heads=1, lm_head="shared"), base.config)
-        )
+        return LoadedDrafter(no_drafter(base.config))
     if isinstance(source, StoredHeads):
         source = source.fitted(base)
         check_base(source, base.config, expected, allow_other=expected is None)
         drafter = make_drafter(source.heads, base.config)
-        return LoadedHeads(
-            drafter,
-            directory=source.directory,
-            stored=source,
-            base=base,
-            form=form,
-            mesh=mesh,
-        )
+        files = HeadsFiles(source, base, form, mesh)
+        return LoadedDrafter(drafter, directory=source.directory, files=files)
     from medusa_jax.api.baselines import load_baseline
 
     heads, params = load_baseline(

@@ -246,6 +246,10 @@ class NoDrafter(Drafter):
     def name(self) -> str:
         return "none"
 
+    @property
+    def default_tree(self) -> Tree:
+        return Tree.none()
+
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[()]:
         return ()
 

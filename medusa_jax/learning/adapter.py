@@ -20,6 +20,7 @@ from medusa_jax.learning import moments
 from medusa_jax.learning.windows import Window
 from medusa_jax.model import lora
 from medusa_jax.model.convert import decoding_config, place_head
+from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
 from medusa_jax.training.functions import HeadFunctions
 
@@ -51,10 +52,11 @@ class Adapter:
     """
 
     def __init__(self, model: Model) -> None:
-        assert model.read_plain is not None
-        heads, lm_head, files = model.read_plain()
-        self.rehearsal = read_rehearsal(files.directory, model.config.vocab_size)
-        recipe = files.meta.get("recipe", {}).get("config", {}).get("train", {})
+        files, plain = model.heads_files, Storage()
+        assert files is not None
+        (_, heads), lm_head = files.read(plain), files.lm_head(plain)
+        self.rehearsal = read_rehearsal(files.stored.directory, model.config.vocab_size)
+        recipe = files.stored.meta.get("recipe", {}).get("config", {}).get("train", {})
         terms = {name: recipe[name] for name in TERMS if name in recipe}
         terms["confidence_weight"] = float(has_confidence(model.drafter))
         has_levels = isinstance(model.drafter, SupportsLevels)

@@ -45,7 +45,7 @@ class Learner:
     """
 
     def __init__(self, model: Model, directory: str) -> None:
-        if model.read_plain is None or model.mesh.size > 1:
+        if model.heads_files is None or model.mesh.size > 1:
             raise UserError(
                 "--learn is for trained draft heads on one device: give their --drafter, and no --mesh"
             )
