@@ -174,8 +174,7 @@ def test_a_shared_lm_head_is_read_in_columns(
 
 
 def test_fields_of_a_spec_make_the_tree(directory):
-    model = load(directory, "examples.lookahead:Lookahead:window=3:ngram=3:guesses=2")
-    assert model.tree == Tree.from_choices([[0], [1], [0, 0], [1, 0]])
+    assert load(directory, "prompt_lookup:tokens=4:ngram=2").tree == Tree.chain(4)
 
 
 def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
@@ -195,10 +194,6 @@ def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
     [
         ("draft_model", "--drafter draft_model:PATH"),
         ("draft_model:", "--drafter draft_model:PATH"),
-        (
-            "examples.lookahead:Lookahead:windows=3",
-            "the fields guesses, ngram, window, not 'windows=3'",
-        ),
         ("prompt_lookup:ngram=two", "the fields ngram, tokens, not 'ngram=two'"),
         ("prompt_lookup:ngram=0", "ngram is from 1"),
         ("prompt_lookup:ngram=2:ngram=3", "ngram is given twice"),

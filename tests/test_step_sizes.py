@@ -77,7 +77,6 @@ def load(directory, drafter="", **more):
             ("prompt_lookup", 150),
             ("draft_model:{directory}", 150),
             ("{directory}/own", 150),
-            ("examples.lookahead:Lookahead:window=3:ngram=3:guesses=2", 150),
         ),
     ],
 )

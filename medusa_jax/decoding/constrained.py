@@ -48,7 +48,7 @@ def with_runs(engine: Engine, heads: bool) -> Engine:
       heads: whether the engine's drafter fills the rest of the tree; False drafts without it.
     """
     drafter, tree = engine.drafter, engine.tree.drafted
-    if not tree.depth or engine.rule.by_drafts or drafter.own_step:
+    if not tree.depth or engine.rule.by_drafts:
         return engine
     few, many = FEW, MANY
     if isinstance(drafter, CopiesText):  # its chain

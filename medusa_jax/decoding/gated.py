@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.state import DEFERRED, DecodeState, Engine
-from medusa_jax.decoding.step import step_of
+from medusa_jax.decoding.step import decode_step
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.heads.drafter import Committed, Drafter, NoDrafter
 from medusa_jax.heads.optional import CopiesText
@@ -151,7 +151,7 @@ def match_is_worth(engine: Engine, state: DecodeState, running_B: jax.Array) -> 
 def step_with(engine: Engine, variables: Params, before: StepResult) -> StepResult:
     """A step with the engine's tree."""
     old = before.state
-    new = step_of(engine)(engine, variables, old)
+    new = decode_step(engine, variables, old)
     accepted_B = jnp.maximum(new.n_new_B - old.n_new_B - 1, 0)
     levels = jnp.array(engine.tree.depth, jnp.int32)
     new = pin_state(engine.llama.mesh, new)

@@ -7,7 +7,7 @@ from jax import lax
 
 from medusa_jax.decoding.gated import caught_up, gated_step, no_positions
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
-from medusa_jax.decoding.step import step_of
+from medusa_jax.decoding.step import decode_step
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.heads.drafter import Committed
 from medusa_jax.programs import program
@@ -55,7 +55,7 @@ def decode_loop(
 
             state = host_step(engine, variables, state)
         elif deferred is None:
-            state = step_of(engine)(engine, variables, state)
+            state = decode_step(engine, variables, state)
         else:
             after = gated_step(
                 engine, variables, state, deferred, lambda n, state: more(step + n, state)

@@ -79,10 +79,8 @@ class Engine:
 
     @property
     def free_slots(self) -> int:
-        """Slots that a row needs after its text, for the most tokens of a pass: the tree's nodes and others of the
-        drafter's own step, or deferred positions."""
-        slots = self.tree.n_nodes + self.drafter.extra_rows
-        return max(slots, DEFERRED) if self.gated else slots
+        """Slots that a row needs after its text, for the most tokens of a pass: the tree's nodes, or deferred positions."""
+        return max(self.tree.n_nodes, DEFERRED) if self.gated else self.tree.n_nodes
 
     @property
     def depth_only(self) -> "Engine":

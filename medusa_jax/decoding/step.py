@@ -1,6 +1,5 @@
 """One decode step: draft, verify, accept, commit, append; on the device, with static shapes."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -52,12 +51,6 @@ def after_draft(
     outcome = accept(engine, variables, state, verified, allowed_BMW)
     state = commit(engine, variables, state, verified, outcome)
     return append(engine, state, outcome)
-
-
-def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeState]:
-    """The decode step of the engine's drafter: its own if it has one."""
-    own_step = engine.drafter.own_step
-    return decode_step if own_step is None else own_step
 
 
 @jax.named_scope("draft")

@@ -12,7 +12,7 @@ from jax import lax
 from medusa_jax.decoding.request import DecodeRequest, power_of_two, prompt_arrays
 from medusa_jax.decoding.rows import Sizes, begin_row, idle
 from medusa_jax.decoding.state import DecodeState, Engine
-from medusa_jax.decoding.step import step_of
+from medusa_jax.decoding.step import decode_step
 from medusa_jax.errors import UserError
 from medusa_jax.programs import program
 from medusa_jax.sharding import pin_state, placed
@@ -107,7 +107,7 @@ def run_steps(
             )
             text_BS = jnp.broadcast_to((i + 1) % 2 * different_S, state.text_BS.shape)
             state = state.replace(text_BS=text_BS.astype(state.text_BS.dtype))
-        return pin_state(engine.llama.mesh, step_of(engine)(engine, variables, state))
+        return pin_state(engine.llama.mesh, decode_step(engine, variables, state))
 
     state = lax.fori_loop(0, n_steps, one, state)
     return pin_state(engine.llama.mesh, state)

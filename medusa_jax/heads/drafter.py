@@ -6,7 +6,7 @@ that the caller carries. The decode loop, the trainer and the calibrator use onl
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,16 +159,6 @@ class Drafter:
     def taps(self) -> tuple[int, ...]:
         """Layers of the backbone whose input the drafter reads, from 0 to the number of layers."""
         return ()
-
-    @property
-    def own_step(self) -> Callable[[Any, Params, Any], Any] | None:
-        """A decode step (engine, variables, state) -> state instead of `decoding.step.decode_step`; None: that one."""
-        return None
-
-    @property
-    def extra_rows(self) -> int:
-        """Rows of the backbone's pass in addition to the tree's nodes, if there is an `own_step`."""
-        return 0
 
     @property
     def default_tree(self) -> Tree:

@@ -33,23 +33,19 @@ class Engines:
         deepest = max(all_trees, key=lambda tree: tree.drafted.depth)
         engine = model.engine(deepest, "sampled", sampled=True)
         # Depends only on the tree's depth (`Engine.depth_only`), so all trees share all programs except the step.
-        # A tree with copies, so that all states have the text; but some drafters have their own step.
-        can_copy = engine.drafter.own_step is None
-        copies = Tree.copies(deepest.depth if can_copy else 0)
+        # A tree with copies, so that all states have the text.
+        copies = Tree.copies(deepest.depth)
         self.longest = stand_in([*all_trees, copies]).path_length
-        chain = Tree.copies(constrained.MANY if can_copy else 0)
+        chain = Tree.copies(constrained.MANY)
         self.common = replace(engine, tree=stand_in([*all_trees, copies, chain]))
         n = min(MOST_BEST, engine.llama.config.vocab_size)
         self.with_logprobs = replace(self.common, logprobs=n)
-        extra = self.common.free_slots - self.common.tree.n_nodes
-        self._copying = {
-            n: tree.with_copies(self.longest - 1) if can_copy else tree
-            for n, tree in trees.items()
-        }
+        depth = self.longest - 1
+        self._copying = {n: tree.with_copies(depth) for n, tree in trees.items()}
         sizes = [tree.n_nodes for tree in (*all_trees, *self._copying.values())]
-        if can_copy:  # of rows with constraints
-            sizes += [tree.drafted.n_nodes + constrained.MANY for tree in trees.values()]
-        self.widest = max(sizes) + extra
+        # Of rows with constraints.
+        sizes += [tree.drafted.n_nodes + constrained.MANY for tree in trees.values()]
+        self.widest = max(sizes)
 
     def of_prompts(self, group: Group) -> Engine:
         """Return the engine that reads a group's prompts, with log-probabilities for all."""

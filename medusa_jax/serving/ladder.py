@@ -38,7 +38,7 @@ WORTH = 1.05
 
 def ladder_sizes(model: Model, trees: Sequence[Tree]) -> tuple[Tree, ...]:
     """Sizes to choose from, ascending: 1, 2, 4, ... nodes of one order, and these trees; one if there is no choice."""
-    if not (model.chooses and model.has_drafter and model.drafter.own_step is None):
+    if not (model.chooses and model.has_drafter):
         return (Tree.none(),)
     order = order_with(max(trees, key=lambda tree: tree.n_nodes), model.calibrated)
     most = min(model.llama.kernels.largest_tree, len(order.growth) + 1)

@@ -21,7 +21,6 @@ from planted import (
 from planted import plain_texts as plainly
 from tiny import tiny_arch
 
-from examples.lookahead import Lookahead, LookaheadConfig
 from medusa_jax import kept_programs, programs
 from medusa_jax.decoding import generation
 from medusa_jax.decoding.loop import FOREVER, decode_loop
@@ -311,11 +310,6 @@ def test_requests_that_cannot_be_are_refused():
             generation.begin(engine, variables, DecodeRequest(prompts, limits))
 
 
-LOOKAHEAD = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), CONFIG)
-# Nodes of its tree, and rows in addition.
-MORE = 1 + 3 * 3 + 3 + 4 + 4
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("longest", "needed", "kernels", "drafter", "expected"),
@@ -326,12 +320,11 @@ MORE = 1 + 3 * 3 + 3 + 4 + 4
         (300, 310, CpuKernels(), planted(CONFIG), [512]),
         (1, 40, LayerKernels(), planted(CONFIG), [512]),
         (100, 520, LayerKernels(), planted(CONFIG), [512, 1024]),
-        (128 - MORE, 1, CpuKernels(), LOOKAHEAD, [128]),
-        (128 - MORE + 1, 1, CpuKernels(), LOOKAHEAD, [256]),
+        (124, 1, CpuKernels(), planted(CONFIG), [128]),
+        (125, 1, CpuKernels(), planted(CONFIG), [256]),
     ],
 )
 def test_successive_sizes(longest, needed, kernels, drafter, expected):
-    tree = LOOKAHEAD.default_tree if drafter is LOOKAHEAD else CHAIN
-    engine = Engine(SimpleNamespace(kernels=kernels, taps=()), drafter, tree)
-    assert engine.free_slots == (MORE if drafter is LOOKAHEAD else 4)
+    engine = Engine(SimpleNamespace(kernels=kernels, taps=()), drafter, CHAIN)
+    assert engine.free_slots == 4
     assert successive_sizes(engine, longest, needed) == expected

@@ -113,7 +113,7 @@ def test_the_text_repeats_itself_in_every_second_timed_step(model, monkeypatch):
         )
         return decode_step(engine, variables, state)
 
-    monkeypatch.setattr(step_clock, "step_of", lambda engine: watched)
+    monkeypatch.setattr(step_clock, "decode_step", watched)
     tree = Tree.from_choices([[-1], [-1, -1]], [[0], [1]])
     engine = model.engine(tree)
     step_clock.StepClock([engine], model.variables, [4, 5], n_steps=4).seconds(engine)

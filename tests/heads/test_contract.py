@@ -44,12 +44,10 @@ from medusa_jax.training.losses.lm_heads import HeadReads
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
-LOOKAHEAD = "examples.lookahead:Lookahead"
 CHOSEN = os.environ.get("MEDUSA_JAX_TEST_DRAFTER")
-OURS = [*sorted(DRAFTERS), *sorted(BASELINES), LOOKAHEAD, "examples.tiny_drafter:Tiny"]
+OURS = [*sorted(DRAFTERS), *sorted(BASELINES), "examples.tiny_drafter:Tiny"]
 ALL = [CHOSEN] if CHOSEN else OURS
 NAMES = [name for name in ALL if drafter_class(name).trained]
-READING = [name for name in ALL if name != LOOKAHEAD]  # it keeps nothing of a prompt
 RULES = ("greedy", "sampled")
 
 
@@ -108,7 +106,7 @@ def test_decoding_reads_the_features_that_training_gave(name):
         state = grow_state(state, 16)
 
 
-@pytest.mark.parametrize("name", some(READING, "amphista", "draft_model", "eagle3"))
+@pytest.mark.parametrize("name", some(ALL, "amphista", "draft_model", "eagle3"))
 def test_a_state_goes_on_from_an_earlier_position(name):
     """Of a text that parts from the first after 3 and 5 positions, only the rest is read."""
     backbone, drafter, params = noisy(name)
@@ -259,9 +257,8 @@ def engine_of(name, acceptance):
     else:
         stored = Backbone(Llama(config, jnp.float64), params)
         drafter, heads = family.drafter_of(family.small_heads(name), stored, seed=3)
-    tree = drafter.default_tree if name == LOOKAHEAD else WIDE
     variables = {"backbone": backbone, "heads": heads}
-    return Engine(llama, drafter, tree, acceptance), variables
+    return Engine(llama, drafter, WIDE, acceptance), variables
 
 
 @pytest.mark.parametrize("name, acceptance", some(product(ALL, RULES), *ONCE))
@@ -297,10 +294,7 @@ def prefilled(engine, variables, monkeypatch, piece):
 
 
 PIECES = some(
-    [
-        *((name, 0) for name in READING),
-        *(("medusa", 5) for name in NAMES if name == "medusa"),
-    ],
+    [*((name, 0) for name in ALL), *(("medusa", 5) for name in NAMES if name == "medusa")],
     ("medusa", 5),
 )
 
@@ -323,7 +317,7 @@ def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypat
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", some(READING, "hydrapp"))
+@pytest.mark.parametrize("name", some(ALL, "hydrapp"))
 def test_plain_steps_of_a_gated_engine_are_read_later(name):
     """More than fit into one pass, and rows that end at other steps: the state of a drafter that reads each at once."""
     engine, variables = engine_of(name, "greedy")

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_arch
 
-from examples.lookahead import LookaheadConfig
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.amphista import AmphistaConfig
@@ -72,7 +71,6 @@ NOT_SIZES = r"heads\.attention_heads 4, .* do not fit together"
         (DFlashConfig(n_taps=0), "heads.n_taps is from 1"),
         (DFlashConfig(confidence=True), "heads.markov_rank is from 1"),
         (PromptLookupConfig(ngram=0), "prompt_lookup: ngram is from 1"),
-        (LookaheadConfig(window=1), "Lookahead: window is from 2"),
         (DraftModelConfig(gamma=0, arch=CONFIG), "gamma is from 1 to 16, not 0"),
     ],
 )

@@ -13,9 +13,10 @@ from cases import wide
 from tiny import tiny_arch
 from turns import PIECE, TREE, Client, alone, check, finish, run, scheduler_of
 
-from examples.lookahead import LookaheadConfig
 from medusa_jax import Options, Tree, UserError
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.decoding import rows
+from medusa_jax.decoding.constrained import MANY
 from medusa_jax.decoding.state import Engine, progress_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.heads.registry import make_drafter
@@ -232,9 +233,10 @@ def test_what_cannot_be_answered_is_refused_at_once(model):
         job(Request(prompt, options(3)), len(prompt) - 1)
 
 
-def test_a_step_has_room_for_the_tree_and_for_the_drafters_own_rows(monkeypatch):
-    config, heads = tiny_arch(n_layers=1), LookaheadConfig(window=4, ngram=4, guesses=3)
-    drafter = make_drafter(heads, config)
+def test_a_step_has_room_for_every_tree(monkeypatch):
+    """Of a step, of predicted tokens, and of constrained rows, whose chain is longer."""
+    config = tiny_arch(n_layers=1)
+    drafter = make_drafter(HeadsConfig(n_heads=4), config)
 
     def engine(tree, acceptance, sampled):
         return Engine(Llama(config, shards=1), drafter, tree, acceptance)
@@ -245,10 +247,10 @@ def test_a_step_has_room_for_the_tree_and_for_the_drafters_own_rows(monkeypatch)
     monkeypatch.setattr(batch, "LEAST_SLOTS", 128)
     monkeypatch.setattr(rows, "idle", idle)
     model = SimpleNamespace(engine=engine, variables_by=None, chooses=False)
-    tree, extra = drafter.default_tree, len(drafter.window[0])
+    tree = Tree.cartesian([3, 2])
     engines = Engines(model, {1: Tree.none(), 2: tree})
     made, widest = batch.Batch(engines, 100, 32), engines.widest
-    assert widest == tree.n_nodes + extra > tree.n_nodes
+    assert widest == tree.n_nodes + MANY
     assert engines.longest == tree.path_length > 1
     assert made._state.outputs >= 100 + engines.longest
     assert made.slots_for(made.slots - widest) == made.slots
