@@ -7,6 +7,7 @@ so that ratios within a round count: a machine changes its pace from second to s
 
 import dataclasses
 import http.client
+import itertools
 import json
 import random
 import socket
@@ -31,8 +32,10 @@ from medusa_jax.notation import entries
 from medusa_jax.serving import Server
 from medusa_jax.serving.chunks import PACE
 from medusa_jax.serving.http import Limits, make_app, make_listener
-from medusa_jax.serving.job import BASE, PLAIN, Group
+from medusa_jax.serving.job import BASE, Group
 from medusa_jax.serving.ladder import Ladder
+from medusa_jax.serving.programs import Programs
+from medusa_jax.serving.server import row_sizes
 from research.against import processors
 from research.peers import Setting, xllamacpp
 from research.peers.float32 import gguf_file
@@ -164,9 +167,12 @@ def run(flags: Flags) -> int:
 def served(model: Model, slots: int, new: int, prompt: int) -> Iterator[tuple[Server, str]]:
     """A warm HTTP server of a model and its address, for this many tokens of a text and of its prompt."""
     with Server(model, slots=slots, max_new_tokens=new) as server:
-        sizes = server._scheduler._batch.engines.sizes[1:]
-        sized = [BASE._replace(nodes=tree.n_nodes) for tree in sizes]
-        server.warm_up(prompt + new, [BASE, Group(PLAIN), *sized])
+        server.warm_up(prompt + new, [BASE, Group(drafts=False)])
+        cache_sizes = server._scheduler.slot_sizes(prompt + new)
+        nodes = [tree.n_nodes for tree in server._scheduler._batch.engines.sizes[1:]]
+        sized = itertools.product([BASE], row_sizes(slots), cache_sizes, nodes)
+        server._compiler.plan(itertools.starmap(Programs, sized))
+        server._compiler.wait()
         listener = socket.create_server(("127.0.0.1", 0))
         port = make_listener(make_app(server, name="model", template="plain"), Limits())
         threading.Thread(target=port.run, args=([listener],), daemon=True).start()

@@ -23,10 +23,10 @@ from medusa_jax.decoding.request import (
 from medusa_jax.decoding.state import PREDICTED, DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.decoding.token_sets import NO_TOKEN
-from medusa_jax.serving.echo import LEAST_SLOTS, echo_of
+from medusa_jax.serving.echo import LEAST_SLOTS
 from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.extras import BatchExtras, parts_of
-from medusa_jax.serving.job import SCORING, STOPS, Group
+from medusa_jax.serving.job import STOPS, Group
 from medusa_jax.sharding import placed
 from medusa_jax.tree.tree import Tree
 
@@ -68,6 +68,7 @@ class Batch:
     Attributes:
       engines: of the groups of rows.
       rows, slots: current size; each pair has its own programs.
+      pieces: sizes of the pieces that prompts are read in, ascending.
     """
 
     _state: DecodeState
@@ -77,7 +78,7 @@ class Batch:
         self._variables_by = engines.model.variables_by
         # For each row, whether its drafter read the text with the heads of a rule that depends on them.
         self._by_drafts = [False] * max(engines.trees)
-        self._pieces = piece_sizes(piece)
+        self.pieces = piece_sizes(piece)
         self._sizes = rows.Sizes(output_slots(self._engine, most_new), STOPS)
         self.restart()
 
@@ -158,7 +159,7 @@ class Batch:
 
     def _piece(self, n: int) -> int:
         """Return the size of the next piece: up to four small ones instead of a half-empty large one."""
-        return next((size for size in self._pieces if 4 * size >= n), self._pieces[-1])
+        return next((size for size in self.pieces if 4 * size >= n), self.pieces[-1])
 
     def _tokens_read(self, n: int) -> int:
         """Return the number of tokens computed to read n tokens, padding included."""
@@ -204,6 +205,7 @@ class Batch:
         few_steps: int,
         guides: Mapping[int, Guide] | None = None,
         workers: Workers | None = None,
+        nodes: int | None = None,
     ) -> tuple[Progress, Tree]:
         """Dispatch a chunk of steps, which ends as soon as a row ends.
 
@@ -214,10 +216,11 @@ class Batch:
           few_steps: maximum if one of the rows has already ended, since its row may soon be needed.
           guides: by row. A group with constraints takes `few_steps` steps, or one if other rows wait.
           workers: do the guides' work; by default this thread does.
+          nodes: of the tree; by default the tree is that for the number of rows.
 
         Returns: the progress after the chunk, and the tree of its steps.
         """
-        engine, state = self.engines.of_steps(group, self.rows), self._state
+        engine, state = self.engines.of_steps(group, self.rows, nodes), self._state
         most = np.int32(steps), np.int32(few_steps)
         status_B, most_steps = rows.run_only(self._engine, state.status_B, wanted_B, *most)
         state = state.replace(status_B=status_B)
@@ -256,16 +259,18 @@ class Batch:
             )
         return state, inputs.progress
 
-    def compile(self, group: Group, n_rows: int, slots: int) -> None:
-        """Run once all programs that a group needs at this size; the rows' texts are lost."""
-        if group == SCORING:
-            piece = self._pieces[-1]  # the second may find the cache placed differently
-            echo_of(self.engines.model, "", [0] * min(piece + 2, slots), 0, piece, slots)
-            return
+    def compile(
+        self, group: Group, n_rows: int, slots: int, nodes: int | None = None
+    ) -> None:
+        """Run once all programs that a group needs at this size; the rows' texts are lost.
+
+        Args:
+          nodes: as for `run`.
+        """
         self.restart()
         self.resize(n_rows, slots)
         # The shortest prompts that begin with a piece of each size.
-        lengths = [1, *(4 * size + 1 for size in self._pieces[:-1])]
+        lengths = [1, *(4 * size + 1 for size in self.pieces[:-1])]
         for length in (n for n in lengths if self.slots_for(n) <= slots):
             reading = self.begin(_placeholder(length, group), 0, 0, group)
             while not reading.done:
@@ -273,7 +278,7 @@ class Batch:
             self.insert(reading, 0)
             self.insert(self.take(0, group), 0)
         for _ in range(2):  # the first run's result may be placed differently
-            self.run(np.full(n_rows, STOPPED, np.int32), group, 0, 0)
+            self.run(np.full(n_rows, STOPPED, np.int32), group, 0, 0, nodes=nodes)
         if slots > LEAST_SLOTS:  # grow to this size and back
             row = self._resized(self._row(0), slots // 2)
             self._put(self._resized(row, slots), 0)

@@ -73,7 +73,7 @@ class Chunks:
         self._most_steps, self._threads = most_steps, threads
         self.pending: deque[Pending] = deque()
         self.finished = 0
-        self._group = Group(rule="")  # before all others
+        self._group: Group | None = None  # of the last chunk
         self._ladder = ladder
         self._queued: set[Programs] = set()  # of faster sizes
         self._ended_at = 0.0  # when the last chunk was seen to end
@@ -100,45 +100,47 @@ class Chunks:
         groups = [group for group in groups if self._ready_or_refuse(group)]
         if not groups:
             return False
-        self._group = next((g for g in groups if g > self._group), groups[0])
-        jobs = {i: job for i, job in on_time.items() if job.group == self._group}
+        last = self._group or groups[-1]
+        self._group = group = next((g for g in groups if g > last), groups[0])
+        jobs = {i: job for i, job in on_time.items() if job.group == group}
         status_B = np.full(self._batch.rows, STOPPED, np.int32)
         status_B[list(self._jobs.running)] = PAUSED
         status_B[list(jobs)] = RUNNING
-        group, start = self._sized(list(jobs.values())), time.perf_counter()
+        sized, start = self._sized(group, list(jobs.values())), time.perf_counter()
         for job in jobs.values():
-            job.note_gap(is_plain=not group.drafts)
-        rows = self._batch.rows
-        nodes = self._batch.engines.of_steps(group, rows).tree.n_nodes
-        costs = self._ladder.costs[self._group]
-        seconds = costs.measured(rows, nodes) or PACE / FEW_STEPS
+            job.note_gap(is_plain=not sized.group.drafts)
+        rows, costs = self._batch.rows, self._ladder.costs[group]
+        engine = self._batch.engines.of_steps(sized.group, rows, sized.nodes)
+        seconds = costs.measured(rows, engine.tree.n_nodes) or PACE / FEW_STEPS
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
         most = steps, min(FEW_STEPS, steps)
-        progress, tree = self._batch.run(status_B, group, *most, guides, self._threads)
-        size = self._batch.slots, tree, self._group, rows
+        progress, tree = self._batch.run(
+            status_B, sized.group, *most, guides, self._threads, sized.nodes
+        )
+        size = self._batch.slots, tree, group, rows
         self.pending.append(Pending(progress, jobs, *size, start))
         return True
 
-    def _sized(self, jobs: list[Job]) -> Group:
-        """Return the group of these requests with the size of tree that the ladder chooses."""
-        batch, group, ladder = self._batch, self._group, self._ladder
-        engines = batch.engines
+    def _sized(self, group: Group, jobs: list[Job]) -> Programs:
+        """Return the programs of these requests with the size of tree that the ladder chooses."""
+        batch, ladder, programs = self._batch, self._ladder, self._room.programs
+        engines, usual = batch.engines, Programs(group, batch.rows, batch.slots)
         if not (group.drafts and engines.text_is_free(group) and len(engines.sizes) > 1):
-            return group
-        sized = {tree.n_nodes: group._replace(nodes=tree.n_nodes) for tree in engines.sizes}
+            return usual
+        sized = {tree.n_nodes: usual._replace(nodes=tree.n_nodes) for tree in engines.sizes}
+        sized[1] = usual._replace(group=group._replace(drafts=False))
         first = engines.of_steps(group, batch.rows).tree.n_nodes
-        sized[first] = group  # whose programs are compiled
-        size = batch.rows, batch.slots
-        ready = [nodes for nodes in sized if self._room.is_ready(sized[nodes], *size)]
+        sized[first] = usual  # which are compiled
+        ready = [nodes for nodes in sized if programs.is_ready(sized[nodes])]
         for job in jobs:
             job.counts_3L = ladder.begin() if job.counts_3L is None else job.counts_3L
         counts_R3L = [job.counts_3L for job in jobs if job.counts_3L is not None]
         nodes, fastest = ladder.choose(group, batch.rows, first, counts_R3L, ready)
-        wanted = Programs(sized[fastest], *size)
+        wanted = sized[fastest]
         if fastest not in ready and wanted not in self._queued:
             self._queued.add(wanted)
-            self._room.programs.queue(wanted)
+            programs.queue(wanted)
         return sized[nodes]
 
     def _is_late(self, job: Job) -> bool:

@@ -51,15 +51,15 @@ class Engines:
         """Return the engine that reads a group's prompts, with log-probabilities for all."""
         return replace(self._of(group), logprobs=self.with_logprobs.logprobs)
 
-    def of_steps(self, group: Group, n_rows: int) -> Engine:
-        """Return the engine of a group's steps, with the tree for this number of rows."""
+    def of_steps(self, group: Group, n_rows: int, nodes: int | None = None) -> Engine:
+        """Return the engine of a group's steps, with the tree of these nodes; by default that for the number of rows."""
         engine = self._of(group)
         if not group.drafts:
             drafter = no_drafter(engine.llama.config)
             return replace(engine, tree=Tree.none(), drafter=drafter)
         trees = self._copying if group.predicted else self.trees
         sizes = {tree.n_nodes: tree for tree in self.sizes}
-        engine = replace(engine, tree=sizes.get(group.nodes, trees[n_rows]))
+        engine = replace(engine, tree=sizes[nodes] if nodes else trees[n_rows])
         if group.constrained:
             engine = constrained.with_runs(engine, not self.model.chooses)
         return engine

@@ -27,15 +27,11 @@ from medusa_jax.tree.tree import Tree
 STOPS = (8, 4)
 
 
-# `Group.nodes`: the batch's tree, or plain decoding.
-BATCH_TREE, PLAIN = 0, 1
-
-
 class Group(NamedTuple):
     """Properties that rows must share to take a step together.
 
     Attributes:
-      nodes: of the tree of their steps; `BATCH_TREE` or `PLAIN` until a chunk takes another size.
+      drafts: whether they draft.
       rule: the acceptance rule; "auto" is greedy or sampled, row by row.
       logprobs: whether log-probabilities are kept.
       penalties: whether they have biases or penalties.
@@ -43,17 +39,12 @@ class Group(NamedTuple):
       predicted: whether they have tokens to copy drafts from (`Request.predicted`).
     """
 
-    nodes: int = BATCH_TREE
+    drafts: bool = True
     rule: str = "auto"
     logprobs: bool = False
     penalties: bool = False
     constrained: bool = False
     predicted: bool = False
-
-    @property
-    def drafts(self) -> bool:
-        """Whether they draft."""
-        return self.nodes != PLAIN
 
     @property
     def by_drafts(self) -> bool:
@@ -67,7 +58,6 @@ class Group(NamedTuple):
             "penalties": self.penalties,
             "constraints": self.constrained,
             "a prediction": self.predicted,
-            f"{self.nodes} nodes": self.nodes > PLAIN,
             self.rule: self.rule != "auto",
         }
         return ", ".join(name for name, is_set in names.items() if is_set)
@@ -75,17 +65,14 @@ class Group(NamedTuple):
 
 # The most common group; its requests never wait for a program that only another group needs.
 BASE = Group()
-# Not a group of rows: the program that scores prompts (`echo.py`).
-SCORING = Group(PLAIN, rule="scoring of prompts")
-# Groups to compile programs for ahead of any request, the likeliest first. `Group(PLAIN)` is without drafts, as the
-# page does for its comparison.
+# Groups to compile programs for ahead of any request, the likeliest first. The page decodes without drafts for its
+# comparison.
 LIKELY = (
     BASE,
-    Group(PLAIN),
+    Group(drafts=False),
     Group(constrained=True),
     Group(logprobs=True),
     Group(penalties=True),
-    SCORING,
 )
 
 
@@ -151,7 +138,7 @@ class Job:
         rule = self.request.acceptance
         rule = "auto" if rule in ("greedy", "sampled") else rule
         group = Group(
-            BATCH_TREE if self.request.drafts else PLAIN,
+            self.request.drafts,
             rule,
             logprobs=self.options.logprobs is not None,
             penalties=any_penalties(self.decode.penalties),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from medusa_jax.console import log
 from medusa_jax.errors import first_line
 from medusa_jax.serving.batch import Batch
+from medusa_jax.serving.echo import echo_of
 from medusa_jax.serving.job import BASE, Group
 
 # For this many seconds after a failed compilation, requests that need the program get its error; after that,
@@ -27,14 +28,42 @@ NICE = 10
 
 
 class Programs(NamedTuple):
-    """The programs of a group of requests at one size of the batch."""
+    """The programs of a group of requests at one size of the batch.
+
+    Attributes:
+      nodes: of the tree of their steps; None is the tree for the number of rows.
+    """
 
     group: Group
     rows: int
     slots: int
+    nodes: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.group}; {self.rows} x {self.slots} tokens"
+        nodes = f", {self.nodes} nodes" if self.nodes else ""
+        return f"{self.group}{nodes}; {self.rows} x {self.slots} tokens"
+
+    def compile(self, batch: Batch) -> None:
+        """Run them once on a batch."""
+        batch.compile(*self)
+
+
+class ScoringPrograms(NamedTuple):
+    """The program that scores prompts (`echo.py`) with this many slots."""
+
+    slots: int
+
+    def __str__(self) -> str:
+        return f"scoring of prompts; {self.slots} tokens"
+
+    def compile(self, batch: Batch) -> None:
+        """Run it for two pieces: the second may find the cache placed differently."""
+        piece = batch.pieces[-1]
+        prompt = [0] * min(piece + 2, self.slots)
+        echo_of(batch.engines.model, "", prompt, 0, piece, self.slots)
+
+
+Planned = Programs | ScoringPrograms
 
 
 class NotCompiled(Exception):
@@ -60,10 +89,10 @@ class Compiler:
         idle: Callable[[], bool] = lambda: True,
     ) -> None:
         self._make_batch, self._changed, self._idle = make_batch, changed, idle
-        self._ready: set[Programs] = set()
-        self._failed: dict[Programs, tuple[float, str]] = {}
+        self._ready: set[Planned] = set()
+        self._failed: dict[Planned, tuple[float, str]] = {}
         self._queued: list[Programs] = []  # requests wait for these
-        self._plan: list[Programs] = []  # ahead of any request
+        self._plan: list[Planned] = []  # ahead of any request
         self._batch: Batch | None = None
         self._closed = False
         self.failures = 0
@@ -92,7 +121,7 @@ class Compiler:
         """Compile these before planned ones, for `BASE` requests first."""
         with self._wake:
             self._queued.append(programs)
-            self._queued.sort(key=lambda key: key.group != BASE)
+            self._queued.sort(key=lambda key: key.group != BASE or key.nodes is not None)
             self._wake.notify_all()
 
     def is_queued(self, programs: Programs) -> bool:
@@ -103,7 +132,7 @@ class Compiler:
         """Return whether these are compiled."""
         return programs in self._ready
 
-    def plan(self, programs: Iterable[Programs]) -> None:
+    def plan(self, programs: Iterable[Planned]) -> None:
         """Compile these in this order while the server is idle."""
         with self._wake:
             self._plan += programs
@@ -130,7 +159,7 @@ class Compiler:
             self._wake.notify_all()
         atexit.register(self._thread.join)
 
-    def _next(self) -> Programs | None:
+    def _next(self) -> Planned | None:
         """Return the programs to compile now, if any."""
         if self._queued:
             return self._queued[0]
@@ -164,13 +193,13 @@ class Compiler:
                 self._wake.notify_all()
             self._changed()
 
-    def _compile(self, programs: Programs) -> str:
+    def _compile(self, programs: Planned) -> str:
         """Compile; return why that failed, or ""."""
         if programs in self._ready:
             return ""
         try:
             self._batch = self._batch or self._make_batch()
-            self._batch.compile(*programs)
+            programs.compile(self._batch)
             return ""
         except Exception as error:
             self._batch = None
@@ -178,7 +207,7 @@ class Compiler:
         finally:
             return_memory()
 
-    def _settle(self, programs: Programs, reason: str, seconds: float) -> None:
+    def _settle(self, programs: Planned, reason: str, seconds: float) -> None:
         is_queued, is_planned = programs in self._queued, programs in self._plan
         if reason:
             log(f"warning: not compiled: {programs}: {reason}")
@@ -190,7 +219,7 @@ class Compiler:
             if is_queued or seconds > WORTH_A_LINE:
                 log(f"compiled in {seconds:.1f} s: {programs}")
         if is_queued:
-            self._queued.remove(programs)
+            self._queued = [other for other in self._queued if other != programs]
         if is_planned:
             self._plan.remove(programs)
             if reason:

@@ -49,7 +49,8 @@ class Room:
         if slots > batch.slots:
             sizes = [n for n in self.sizes if self.is_ready(BASE, n, batch.slots)]
             needed |= {Programs(BASE, n, slots) for n in sizes}
-        compiled = [self.programs.ready_or_queue(p) for p in sorted(needed)]  # queues all
+        base_first = sorted(needed, key=lambda p: (p.group != BASE, p))
+        compiled = [self.programs.ready_or_queue(p) for p in base_first]  # queues all
         return all(compiled)
 
     def admit_or_refuse(self, job: Job, length: int) -> bool:

@@ -14,8 +14,8 @@ from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.echo import LEAST_SLOTS
 from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.guide_threads import GuideThreads
-from medusa_jax.serving.job import BASE, LIKELY, SCORING, Group, Job, make_job
-from medusa_jax.serving.programs import Compiler, Programs
+from medusa_jax.serving.job import BASE, LIKELY, Group, Job, make_job
+from medusa_jax.serving.programs import Compiler, Planned, Programs, ScoringPrograms
 from medusa_jax.serving.request import Busy, Deliver, Delta, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler
 from medusa_jax.tree.tree import Tree
@@ -238,12 +238,14 @@ class Server:
         Args:
           wait: return only when all programs are compiled.
         """
-        plan = [
+        slot_sizes = self._scheduler.slot_sizes(most_tokens)
+        plan: list[tuple[int, int, Planned]]
+        plan = [(n, len(groups), ScoringPrograms(n)) for n in slot_sizes]
+        plan += [
             (n, i + j, Programs(group, rows, n))
-            for n in self._scheduler.slot_sizes(most_tokens)
+            for n in slot_sizes
             for j, rows in enumerate(sorted(self._trees))
             for i, group in enumerate(groups)
-            if group != SCORING or j == 0  # it has no rows
         ]
         self._compiler.plan(programs for *_, programs in sorted(plan, key=lambda p: p[:2]))
         if wait:

@@ -26,7 +26,7 @@ from medusa_jax import Options
 from medusa_jax.serving import Request, Server, Stopped, echo, programs
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.http import Limits, make_app
-from medusa_jax.serving.job import PLAIN, Group
+from medusa_jax.serving.job import Group
 from medusa_jax.serving.request import NoScores
 from medusa_jax.serving.server import MOST_FAILURES
 
@@ -184,11 +184,11 @@ def test_a_slow_compilation_delays_neither_a_stream_nor_the_end(server, monkeypa
     answered(server)
     true, begun, over = Batch.compile, threading.Event(), threading.Event()
 
-    def compile(self, group, n_rows, slots):
+    def compile(self, group, *size):
         if group.logprobs:
             begun.set()
             over.wait(60)
-        true(self, group, n_rows, slots)
+        true(self, group, *size)
 
     monkeypatch.setattr(Batch, "compile", compile)
     waits = server.submit(Request("in the", Options(max_new_tokens=3, logprobs=1)))
@@ -208,14 +208,14 @@ def test_what_cannot_be_compiled(server, planned, monkeypatch, capfd):
     """Ahead of any request, it ends the warm-up; else only the request that asked for it gets the error."""
     expected, true = answered(server), Batch.compile
 
-    def compile(self, group, n_rows, slots):
+    def compile(self, group, *size):
         if group.rule == "typical":
             raise MemoryError("out of memory")
-        true(self, group, n_rows, slots)
+        true(self, group, *size)
 
     monkeypatch.setattr(Batch, "compile", compile)
     if planned:
-        server.warm_up(9, [Group(rule="typical"), Group(PLAIN, "typical")])
+        server.warm_up(9, [Group(rule="typical"), Group(False, "typical")])
         assert capfd.readouterr().err.count("compiling ahead ends here") == 1
     else:
         with pytest.raises(Stopped, match="out of memory"):

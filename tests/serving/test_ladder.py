@@ -14,7 +14,7 @@ from medusa_jax.serving import Request
 from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply
-from medusa_jax.serving.job import BATCH_TREE, PLAIN, Group, Job
+from medusa_jax.serving.job import Group, Job
 from medusa_jax.serving.ladder import Ladder, ladder_sizes
 from medusa_jax.serving.programs import Programs
 from medusa_jax.serving.request import Ending
@@ -93,7 +93,7 @@ class Queueing(InPlace):
         self.queued = []
 
     def is_ready(self, asked):
-        return asked.group.nodes <= PLAIN or asked in self.queued
+        return asked.nodes is None or asked in self.queued
 
     def queue(self, programs):
         self.queued.append(programs)
@@ -113,8 +113,9 @@ def test_no_text_depends_on_the_sizes(model, monkeypatch):
         return rng.choice(ready), rng.choice([1, 2, 4])
 
     def running(status_B, group, *rest):
-        assert programs.is_ready(Programs(group, taken._batch.rows, taken._batch.slots))
-        ran.append(group.nodes)
+        size = taken._batch.rows, taken._batch.slots
+        assert programs.is_ready(Programs(group, *size, rest[-1]))
+        ran.append((group.drafts, rest[-1]))
         return true(status_B, group, *rest)
 
     monkeypatch.setattr(taken._chunks._ladder, "choose", choose)
@@ -126,7 +127,7 @@ def test_no_text_depends_on_the_sizes(model, monkeypatch):
     ]
     clients = run(taken, {0: asked[:2], 9: asked[2:]}, model)
     check(model, clients)
-    assert {BATCH_TREE, PLAIN, 2, 4} == set(ran)
+    assert {(True, None), (False, None), (True, 2), (True, 4)} == set(ran)
     prompt = [*model.encode("in"), *clients[1].result.token_ids]
     again = run(taken, {0: [Request(prompt, Options(20))]}, model)
     check(model, again)

@@ -21,8 +21,8 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Options, Tree
 from medusa_jax.serving import Request, Server, batch, programs
-from medusa_jax.serving.job import BASE, PLAIN, Group, Job
-from medusa_jax.serving.programs import Compiler, NotCompiled, Programs
+from medusa_jax.serving.job import BASE, Group, Job
+from medusa_jax.serving.programs import Compiler, NotCompiled, Programs, ScoringPrograms
 
 PROMPTS = ["in", "the cat and", "abcab, a hat.\n", "in the hat, the cat", "a", "hat " * 9]
 # As many rows as a static batch has; calls of the long run; rounds of a comparison, calls of each.
@@ -70,7 +70,7 @@ def test_nothing_is_compiled_in_steady_state(port):
     for fields in asked[::3]:
         fields["drafts"] = False
     with Server(port.model, slots=3, trees={3: TREE}) as server, listening(server) as own:
-        server.warm_up(95, [BASE, Group(PLAIN)])
+        server.warm_up(95, [BASE, Group(drafts=False)])
         with compilations() as compiled:
             clients.attack(own.url, 4, 40, asked, 0.0)
     assert compiled == []
@@ -90,7 +90,7 @@ def test_two_thousand_requests(n_clients, tmp_path, capsys):
     expected = expected_texts(model, asked)
     trees = {2: TREE, SLOTS: Tree.chain(2)}
     with Server(model, slots=SLOTS, trees=trees) as server, listening(server) as port:
-        port.server.warm_up(model.config.max_position, [BASE, Group(PLAIN)])
+        port.server.warm_up(model.config.max_position, [BASE, Group(drafts=False)])
         apart(port.url, n_clients, 300, asked, 0.05)
         port.wait_idle()
         before, memory = alive(), resident()
@@ -143,7 +143,7 @@ def test_who_waits_comes_before_what_is_planned():
     recorded = Recorded()
     compiler = Compiler(lambda: recorded, lambda: None)
     first, second, third = (Programs(BASE, n, 128) for n in (1, 2, 4))
-    wanted = Programs(Group(PLAIN), 1, 128)
+    wanted = Programs(Group(drafts=False), 1, 128)
     compiler.plan([first, second, third])
     until(lambda: recorded.begun == [first])
     assert not compiler.ready_or_queue(wanted) and not compiler.ready_or_queue(second)
@@ -155,6 +155,15 @@ def test_who_waits_comes_before_what_is_planned():
     assert recorded.done == [first, second, wanted, third]
     assert compiler.ready_or_queue(wanted)
     compiler.close()
+
+
+def test_small_sizes_and_likely_groups_are_planned_first(port, monkeypatch):
+    planned, plain = [], Group(drafts=False)
+    monkeypatch.setattr(port.server._compiler, "plan", planned.extend)
+    monkeypatch.setattr(port.server, "_trees", {3: TREE, 1: TREE})
+    port.server.warm_up(9, [BASE, plain], wait=False)
+    first = [Programs(BASE, 1, 512), Programs(plain, 1, 512), Programs(BASE, 3, 512)]
+    assert planned == [*first, ScoringPrograms(512), Programs(plain, 3, 512)]
 
 
 def test_planned_programs_wait_until_the_server_is_idle(capfd):

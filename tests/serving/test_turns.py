@@ -11,7 +11,7 @@ from turns import TREES, Client, Delayed, InPlace, alone, check, finish, run
 
 from medusa_jax import Options, Tree
 from medusa_jax.serving import Request, Stopped, batch, chunks, room
-from medusa_jax.serving.job import BASE, PLAIN, Group
+from medusa_jax.serving.job import BASE, Group
 from medusa_jax.serving.programs import Programs
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -32,7 +32,7 @@ def make(model, monkeypatch):
             def call(*given):
                 group = getattr(given[0], "group", None) or given[1]
                 is_ready = made._room.programs.is_ready
-                assert is_ready(Programs(group, device.rows, device.slots))
+                assert is_ready(Programs(group, device.rows, device.slots, *given[6:]))
                 return true(*given)
 
             return call
@@ -212,7 +212,7 @@ def test_those_that_cannot_step_together_take_turns(model, make, monkeypatch):
         Client(taken, model, asked(3, 60, drafts=drafts))
     for _ in range(9):
         taken.step()
-    assert groups[1:] == [BASE if group.nodes else Group(PLAIN) for group in groups[:-1]]
+    assert groups[1:] == [Group(drafts=not group.drafts) for group in groups[:-1]]
 
 
 def test_what_plain_decoding_wrote_is_no_start_for_drafts(model, make):
