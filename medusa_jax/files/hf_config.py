@@ -211,7 +211,8 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
     """Fields of the rotary embedding.
 
     Up to transformers 4 they are `rope_theta` and `rope_scaling`; from 5 on `rope_parameters` has both, for some
-    families by kind of layer. If a file has the old and the new fields, `rope_scaling` wins, as in transformers.
+    families by kind of layer. If a file has the old and the new fields, `rope_scaling` wins, as in transformers: it
+    replaces `rope_parameters`, or, if they are by kind, adds to those of layers without the window.
     """
     tables = Fields(file, raw)
     rope = tables.table("rope_scaling") or tables.table("rope_parameters")
@@ -222,7 +223,7 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
         local.expect({"rope_type": ("default",)})
         theta = raw.get("rope_local_base_freq") or family.window_theta
         fields["rope_window_theta"] = local.number("rope_theta", theta)
-        rope = by_kind.table(LAYER_KINDS[0]) or rope
+        rope = by_kind.table(LAYER_KINDS[0]) | tables.table("rope_scaling") or rope
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if kind == "su" else kind
     outer = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}

@@ -82,6 +82,11 @@ IN_5 = {"rope_scaling": "absent", "rope_parameters": LLAMA31_ROPE | {"rope_theta
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 28}
 QWEN3 = {"model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 32}
 PHI3 = {"model_type": "phi3"}
+BY_KIND = {
+    "full_attention": {"rope_type": "default", "rope_theta": 7e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 9e3},
+}
+BY_KIND = {"rope_parameters": BY_KIND, "rope_scaling": {"rope_type": "linear", "factor": 8}}
 WINDOW = ("sliding_window", "window_layers")
 LATE = (False,) * 28 + (True,) * 4
 ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position")
@@ -95,6 +100,8 @@ ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position
         (LLAMA31 | IN_5, ROPE, ("llama3", 8, 5e5, 8192)),
         # Vicuna 16k, with the oldest spelling.
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ROPE[:3], ("linear", 4.0, 1e4)),
+        *((BY_KIND | {"model_type": name}, (*ROPE[:3], "rope_window_theta"), ("linear", 8, 7e5, 9e3))
+          for name in ("gemma3_text", "olmo3")),
         ({"model_type": "mistral", "sliding_window": 4096}, WINDOW, (4096, ())),
         ({"model_type": "mistral", "sliding_window": None}, WINDOW, (0, ())),
         (QWEN2 | {"use_sliding_window": False, "sliding_window": 9}, WINDOW, (0, ())),

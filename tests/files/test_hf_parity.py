@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -152,6 +154,29 @@ def test_logits_agree(case, models):
     for text, expected in zip(tokens, theirs):
         ours = forward_logits(config, params, text, jnp.float32)
         assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", ["gemma3", "olmo3_listed"])
+def test_rope_scaling_beside_rope_parameters(case, models, tmp_path):
+    """A file with both, as some converted ones: transformers adds the one to the other's full attention."""
+    shutil.copytree(models(case)[1], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    both = json.loads(file.read_text()) | {
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}
+    }
+    file.write_text(json.dumps(both))
+    auto = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    config, params = hf.load_backbone(str(tmp_path), make_mesh())
+    text = np.random.default_rng(0).integers(0, V, T)
+    with torch.no_grad():
+        [expected], [unscaled] = (
+            one(torch.tensor(text[None])).logits.numpy() for one in (model, models(case)[0])
+        )
+    ours = forward_logits(config, params, text, jnp.float32)
+    most = np.abs(expected).max()
+    assert np.abs(ours - expected).max() < 1e-5 * most
+    assert np.abs(unscaled - expected).max() > 0.01 * most
 
 
 @pytest.mark.parametrize("case", CASES)
