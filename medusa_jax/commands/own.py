@@ -206,7 +206,7 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
     seeds = read_seeds(flags.questions, "train", flags.limit)
     texts = [s.prompt or s.turns[0] for s in seeds if s.turns or s.prompt]
     if len(texts) < 2 * HELD_OUT:
-        within = f" in --limit {flags.limit} records" if len(seeds) == flags.limit else ""
+        within = f" within --limit {flags.limit}" if len(texts) == flags.limit else ""
         raise UserError(
             f"{flags.questions} has {len(texts)} questions{within}, {2 * HELD_OUT} are needed"
         )

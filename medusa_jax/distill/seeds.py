@@ -72,16 +72,19 @@ def read_seed(number: int, record: object, vocab_size: int = 2**31) -> Seed:
 
 
 def read_seeds(source: str, split: str, limit: int, vocab_size: int = 2**31) -> list[Seed]:
-    """All seeds of a file or hub dataset; says which records ask nothing.
+    """Seeds of a file or hub dataset, `limit` that ask something (0 is all); says which records ask nothing.
 
     Raises:
       UserError: unreadable, or no usable seed.
     """
     from medusa_jax.config import DataConfig
 
-    records = sources.read_records(source, DataConfig(split=split, max_samples=limit))
-    seeds, problems = [], {}
+    records = sources.read_records(source, DataConfig(split=split))
+    seeds: list[Seed] = []
+    problems: dict[int, str] = {}
     for number, record in enumerate(records):
+        if 0 < limit == number - len(problems):
+            break
         try:
             seed = read_seed(number, sources.parse(record), vocab_size)
             problem = "nothing to ask"

@@ -25,10 +25,12 @@ def read_prompts(path: str, limit: int = 0) -> list[Json]:
     Raises:
       UserError: not readable, or nothing usable.
     """
-    records = sources.read_records(path, DataConfig(max_samples=limit))
+    records = sources.read_records(path, DataConfig())
     found: list[Json] = []
     problems: dict[int, str] = {}
     for number, record in enumerate(records):
+        if 0 < limit == len(found):
+            break
         try:
             found.append(with_prompt(sources.parse(record)))
         except UserError as error:

@@ -157,7 +157,7 @@ def test_what_cannot_be_done_is_refused_before_the_work(
     monkeypatch.setattr(own, "do_parts", lambda *_: tmp_path)
     assert "vlm" in refusal("--to=vlm,vllm")
     assert "--to sglang is for" in refusal("--to=vllm,sglang")
-    assert "20 questions in --limit 20 records, 32 are needed" in refusal("--limit=20")
+    assert "20 questions within --limit 20, 32 are needed" in refusal("--limit=20")
     heads = Eagle3Config(n_heads=3, lm_head="own", rope_theta=50.0, n_layers=1)
     config, params = write_chat_model(tmp_path / "m", MARKED, max_position=128)
     set_template(tmp_path / "m", "")

@@ -85,6 +85,8 @@ def test_records_that_ask_nothing_are_named(tmp_path, capsys):
     assert "1 x an unpaired surrogate, no valid character, first in line 12" in said
     assert f"8 of 11 records skipped ({refused_ids}; 1 x {reasons}; 1 x nothing" in said
     assert "1 x a turn with who, text, but none of role, from" in said
+    limited = read_seeds(str(file), "train", 2, vocab_size=23)  # two that ask something
+    assert limited == seeds[: limited[-1].number + 1] and limited[-1].prompt == "b"
     file.write_bytes(b"\n".join(lines[2:5]))
     with refused(r"has no seeds: .*broken JSON, first in line 1"):
         read_seeds(str(file), "train", 0)
