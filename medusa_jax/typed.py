@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from medusa_jax.bounds import AtLeast, AtMost, OneOf
@@ -68,6 +68,30 @@ def read(name: str, value: Any, kind: Any) -> Any:
     except WRONG:
         wanted = re.sub(r"(\w+\.)+(?=\w)", "", inspect.formatannotation(kind))
         raise UserError(f"{name} should be {wanted}, not {repr(value)[:80]}") from None
+
+
+def read_fields(
+    owner: Any, limits: Mapping[str, tuple[Callable[[Any], bool], str]]
+) -> None:
+    """Give fields of a frozen dataclass the types of their annotations.
+
+    Args:
+      limits: by field, a test of its value, and the description of allowed values.
+
+    Raises:
+      UserError: another type, or the test fails; names the field.
+    """
+    kinds = {field.name: field.type for field in fields(owner)}
+    for name, (holds, what) in limits.items():
+        argument = getattr(owner, name)
+        try:
+            value = as_type(argument, kinds[name])
+            if not holds(value):
+                raise ValueError
+        except WRONG:
+            shown = repr(argument)[:80]
+            raise UserError(f"{name} must be {what}, not {shown}") from None
+        object.__setattr__(owner, name, value)
 
 
 Arguments = ParamSpec("Arguments")

@@ -14,9 +14,8 @@ from medusa_jax.decoding.penalties import PenaltyOptions
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import BROKEN, STOPPED, STUCK
-from medusa_jax.errors import UserError
 from medusa_jax.text.tokenizer import Tokenizer
-from medusa_jax.typed import WRONG, as_type, checked_arguments
+from medusa_jax.typed import checked_arguments, read_fields
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -100,17 +99,7 @@ class Options:
     constraint: "Constraint | Json | None" = None
 
     def __post_init__(self) -> None:
-        kinds = {field.name: field.type for field in dataclasses.fields(self)}
-        for name, (holds, what) in LIMITS.items():
-            argument = getattr(self, name)
-            try:
-                value = as_type(argument, kinds[name])
-                if not holds(value):
-                    raise ValueError
-            except WRONG:
-                shown = repr(argument)[:80]
-                raise UserError(f"{name} must be {what}, not {shown}") from None
-            object.__setattr__(self, name, value)
+        read_fields(self, LIMITS)
         if self.constraint is not None:
             from medusa_jax.constraints import constraint_of  # here: few have one
 

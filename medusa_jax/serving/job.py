@@ -22,6 +22,7 @@ from medusa_jax.serving.lines import LineText
 from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
 from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.tree.tree import Tree
+from medusa_jax.typed import read
 
 # Maximum number of stop sequences per row, and of tokens per sequence, in a compiled program.
 STOPS = (8, 4)
@@ -235,6 +236,7 @@ def make_job(
     Raises:
       UserError: the model cannot answer it.
     """
+    request = read("a request", request, Request)
     options = request.options
     model.engine(acceptance=request.acceptance, sampled=options.temperature > 0)
     prompt = model.encode(request.prompt)
@@ -244,6 +246,7 @@ def make_job(
         )
     decode = model.request([prompt], [options], [request.id])
     decode.limits = [min(decode.limits[0], most_new)]
+    between("predicted", max(request.predicted, default=0), 0, model.config.vocab_size - 1)
     decode.predicted = [request.predicted]
     stops = decode.stops[0] if decode.stops else ()
     if len(stops) > STOPS[0] or max(map(len, stops), default=0) > STOPS[1]:

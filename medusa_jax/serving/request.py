@@ -4,9 +4,28 @@ import math
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from medusa_jax.api import Options, Result
 from medusa_jax.errors import UserError
+from medusa_jax.typed import checked_arguments, read_fields
+
+Limits = dict[str, tuple[Callable[[Any], bool], str]]
+# By field of a request and of its lines: a test of its value, and the description of allowed values.
+LIMITS: Limits = {
+    "options": (lambda _: True, "Options"),
+    "id": (lambda _: True, "a whole number"),
+    "drafts": (lambda _: True, "True or False"),
+    "acceptance": (lambda _: True, "the name of a rule"),
+    "stop_ids": (lambda ids: min(ids, default=0) >= 0, "token ids, 0 or more"),
+    "min_tokens": (lambda n: 0 <= n < 2**31, "a whole number, 0 to 2**31 - 1"),
+    "predicted": (lambda ids: min(ids, default=0) >= 0, "token ids, 0 or more"),
+    "lines": (lambda _: True, "Lines or None"),
+}
+LINES: Limits = {
+    "indent": (lambda n: n >= 0, "a whole number, at least 0"),
+    "seconds": (lambda seconds: seconds > 0, "a positive number"),
+}
 
 
 @dataclass(frozen=True)
@@ -20,6 +39,9 @@ class Lines:
 
     indent: int = 0
     seconds: float = math.inf
+
+    def __post_init__(self) -> None:
+        read_fields(self, LINES)
 
 
 @dataclass(frozen=True)
@@ -43,10 +65,16 @@ class Request:
     id: int = 0
     drafts: bool = True
     acceptance: str = "auto"
-    stop_ids: frozenset[int] = frozenset()
+    stop_ids: Sequence[int] = ()
     min_tokens: int = 0
     predicted: Sequence[int] = ()
     lines: Lines | None = None
+
+    def __post_init__(self) -> None:
+        read_fields(self, LIMITS)
+
+
+Request.__init__ = checked_arguments(types=False)(Request.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

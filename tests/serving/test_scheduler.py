@@ -25,7 +25,7 @@ from medusa_jax.serving import Request, batch
 from medusa_jax.serving.chunks import FEW_STEPS
 from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.job import make_job
-from medusa_jax.serving.request import Handle, TooLong
+from medusa_jax.serving.request import Handle, Lines, TooLong
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -224,6 +224,8 @@ def test_what_cannot_be_answered_is_refused_at_once(model):
         Request([10**6], options(3)),
         Request("a", options(3, stop_sequences=((1, 2, 3, 4, 5),))),
         Request("a", options(3, logprobs=21)),
+        Request("a", options(3), predicted=[1, model.config.vocab_size]),
+        "a text alone",
     ):
         with pytest.raises(UserError):
             job(request)
@@ -231,6 +233,29 @@ def test_what_cannot_be_answered_is_refused_at_once(model):
     assert job(Request(prompt, options(300)), len(prompt)).decode.limits == [5]
     with pytest.raises(TooLong, match="shorten it"):
         job(Request(prompt, options(3)), len(prompt) - 1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"options": None}, {"options": {"seed": 1}}, {"id": 1.5}, {"id": "a"}, {"drafts": "no"},
+        {"drafts": None}, {"acceptance": None}, {"stop_ids": 5}, {"stop_ids": "a"}, {"stop_ids": [-1]},
+        {"min_tokens": -1}, {"min_tokens": "a"}, {"min_tokens": 1.5}, {"min_tokens": 2**31},
+        {"predicted": "text"}, {"predicted": [-5]}, {"predicted": [0.5]}, {"predicted": None}, {"lines": 5}, {"idd": 5},
+    ],
+)  # fmt: skip
+def test_requests_that_cannot_be(fields):
+    with pytest.raises(UserError, match=next(iter(fields))):
+        Request("in", **fields)
+
+
+def test_numbers_of_numpy_in_a_request():
+    request = Request("in", id=np.int64(7), stop_ids={5}, predicted=np.arange(3))
+    assert (request.id, request.stop_ids, request.predicted) == (7, (5,), (0, 1, 2))
+    assert type(request.id) is int
+    for wrong in {"indent": "a"}, {"indent": -1}, {"seconds": 0}, {"seconds": "a"}:
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            Lines(**wrong)
 
 
 def test_a_step_has_room_for_every_tree(monkeypatch):

@@ -177,7 +177,7 @@ def _call(
     request_fields: Json = {
         "drafts": fields.flag("drafts", True),
         "acceptance": fields.take("acceptance", (str,), "the name of a rule", "auto"),
-        "stop_ids": frozenset(stop_ids),
+        "stop_ids": stop_ids,
         "min_tokens": fields.whole("min_tokens", 0, 0, options.max_new_tokens),
         "predicted": _predicted(fields, model),
         "lines": _lines(fields),
