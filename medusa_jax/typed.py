@@ -105,12 +105,13 @@ def checked_arguments(
 
     Args:
       options: names that belong into the function's `Options`.
-      types: False leaves the arguments as they are.
+      types: False leaves the arguments as they are. So does an annotation in quotes.
     """
 
     def decorate(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
         names = [*inspect.signature(function).parameters]
         kinds = function.__annotations__ if types else {}
+        kinds = {n: kind for n, kind in kinds.items() if not isinstance(kind, str)}
         who = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_jax.api import Model
 from medusa_jax.console import log
-from medusa_jax.errors import UserError, first_line
+from medusa_jax.errors import between, first_line
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.echo import LEAST_SLOTS
 from medusa_jax.serving.engines import Engines
@@ -19,6 +19,7 @@ from medusa_jax.serving.programs import Compiler, Planned, Programs, ScoringProg
 from medusa_jax.serving.request import Busy, Deliver, Delta, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler
 from medusa_jax.tree.tree import Tree
+from medusa_jax.typed import checked_arguments
 
 if TYPE_CHECKING:
     from medusa_jax.learning.learner import Learner
@@ -46,7 +47,7 @@ class Server:
       max_prompt_tokens: most tokens of a prompt; by default the context.
       max_new_tokens: most tokens of an answer; by default the context.
       learner: trains the draft heads on finished answers while no request runs.
-      more: `chunk_steps` and `piece`, for `Scheduler`.
+      chunk_steps, piece: as for `Scheduler`.
 
     Example:
       with Server(model, slots=8) as server:
@@ -54,6 +55,7 @@ class Server:
               print(delta.text, end="")
     """
 
+    @checked_arguments()
     def __init__(
         self,
         model: Model,
@@ -64,22 +66,35 @@ class Server:
         max_prompt_tokens: int | None = None,
         max_new_tokens: int | None = None,
         learner: "Learner | None" = None,
-        **more: Any,
+        chunk_steps: int = 8,
+        piece: int = 0,
     ) -> None:
-        if slots < 1 or queue < 1:
-            raise UserError(f"slots and queue must be at least 1, not {slots} and {queue}")
+        context = model.config.max_position
+        numbers = {
+            "slots": slots,
+            "queue": queue,
+            "chunk_steps": chunk_steps,
+            "max_prompt_tokens": context
+            if max_prompt_tokens is None
+            else max_prompt_tokens,
+            "max_new_tokens": context if max_new_tokens is None else max_new_tokens,
+        }
+        for name, number in numbers.items():
+            between(name, number, 1, 2**31 - 1)
+        tree_of = dict(trees or {})
+        for rows in tree_of:
+            between("the number of rows of a tree", rows, 1, slots)
         self.model = model
         self.queue = queue
-        context = model.config.max_position
-        self.most_prompt = min(max_prompt_tokens or context, context - 1)
-        self.most_new = min(max_new_tokens or context, context)
-        self._trees = trees or {rows: model.tree_at(rows) for rows in row_sizes(slots)}
+        self.most_prompt = min(numbers["max_prompt_tokens"], context - 1)
+        self.most_new = min(numbers["max_new_tokens"], context)
+        self._trees = tree_of or {rows: model.tree_at(rows) for rows in row_sizes(slots)}
         usual = BASE._replace(penalties=model.repetition_penalty != 1)
         self._first = Programs(usual, min(self._trees), LEAST_SLOTS)
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
         self._arrivals: dict[float, int] = {}  # numbers of requests by their time
-        piece = more.get("piece") or model.llama.kernels.prompt_piece
+        piece = piece or model.llama.kernels.prompt_piece
         self._compiler = Compiler(
             lambda: Batch(Engines(model, self._trees), self.most_new, piece),
             self._notify,
@@ -92,7 +107,8 @@ class Server:
             most_new=self.most_new,
             programs=self._compiler,
             threads=self._threads,
-            **more,
+            chunk_steps=chunk_steps,
+            piece=piece,
         )
         self._closing = self._changed = False
         self._failures = self._chunks = 0

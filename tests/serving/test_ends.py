@@ -22,7 +22,7 @@ from served import (
     until,
 )
 
-from medusa_jax import Options
+from medusa_jax import Options, UserError
 from medusa_jax.serving import Request, Server, Stopped, echo, programs
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.http import Limits, make_app
@@ -81,6 +81,19 @@ def test_a_closed_server_takes_nothing(port):
     for asked in (("GET", "/health"), ("POST", "/v1/completions")):
         answer = ask_app(app, *asked, json=ASKED)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"slots": "4"}, {"slots": 2.5}, {"slots": 0}, {"queue": 0}, {"queue": "a"}, {"foo": 1}, {"chunk_steps": 0},
+        {"max_prompt_tokens": -3}, {"max_prompt_tokens": 0}, {"max_new_tokens": -1}, {"max_new_tokens": 0},
+        {"max_new_tokens": "a"}, {"trees": {2: "chain:2"}}, {"trees": {0: TREE}}, {"trees": {9: TREE}},
+    ],
+)  # fmt: skip
+def test_servers_that_cannot_be(port, fields):
+    with pytest.raises(UserError, match=next(iter(fields)).rstrip("s")):
+        Server(port.model, **fields)
 
 
 def test_an_end_that_waits_no_longer(port):
