@@ -107,9 +107,10 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def decode_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """The text that new ids add to a prompt's text."""
+        """The text that new ids add to a prompt's text, without an incomplete last character."""
         context = self.context(prompt)
-        return self.decode([*context, *ids])[len(self.decode(context)) :]
+        text = self.decode([*context, *ids]).rstrip(BROKEN)
+        return text[len(self.decode(context)) :]
 
     def context(self, prompt: Sequence[int]) -> list[int]:
         """The token of a prompt to decode new tokens with; [] if a text or a turn begins after it.
@@ -301,9 +302,8 @@ def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
 class StreamDecoder:
     """Incremental decoding of a growing sequence of ids.
 
-    The joined pieces are `tokenizer.decode_after(prompt, all ids)`, except for an incomplete last character, which is
-    dropped. Returned text never changes: incomplete characters are held, and so are runs of byte tokens, because a later
-    invalid byte changes how the whole run is decoded.
+    The joined pieces are `tokenizer.decode_after(prompt, all ids)`. Returned text never changes: incomplete characters
+    are held, and so are runs of byte tokens, because a later invalid byte changes how the whole run is decoded.
 
     Example: with byte tokens for "é" = C3 A9, push([a, C3]) gives "a", push([A9, b]) "éb".
     """
