@@ -238,6 +238,8 @@ def make_job(
     """
     request = read("a request", request, Request)
     options = request.options
+    options = replace(options, max_new_tokens=min(options.max_new_tokens, most_new))
+    request = replace(request, options=options)
     model.engine(acceptance=request.acceptance, sampled=options.temperature > 0)
     prompt = model.encode(request.prompt)
     if len(prompt) > most_prompt:
@@ -245,7 +247,6 @@ def make_job(
             f"the prompt has {len(prompt)} tokens, this server takes {most_prompt}: shorten it"
         )
     decode = model.request([prompt], [options], [request.id])
-    decode.limits = [min(decode.limits[0], most_new)]
     between("predicted", max(request.predicted, default=0), 0, model.config.vocab_size - 1)
     decode.predicted = [request.predicted]
     stops = decode.stops[0] if decode.stops else ()

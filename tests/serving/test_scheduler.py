@@ -230,9 +230,18 @@ def test_what_cannot_be_answered_is_refused_at_once(model):
         with pytest.raises(UserError):
             job(request)
     prompt = model.encode("the cat")
-    assert job(Request(prompt, options(300)), len(prompt)).decode.limits == [5]
+    cut = job(Request(prompt, options(300)), len(prompt))
+    assert cut.decode.limits == [cut.options.max_new_tokens] == [5]
     with pytest.raises(TooLong, match="shorten it"):
         job(Request(prompt, options(3)), len(prompt) - 1)
+
+
+def test_the_limit_of_a_server_is_no_end_of_the_context(model, scheduler):
+    """`Client` takes 300 tokens, the model's context is 400."""
+    requests = [Request([5] * n, options(350, stop=())) for n in (30, 120)]
+    clients = run(scheduler, {0: requests}, model)
+    ends = [(one.result.new_tokens, one.result.finish_reason) for one in clients]
+    assert ends == [(300, "length"), (280, "context")]
 
 
 @pytest.mark.parametrize(
