@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.tree_choice import tokens_of
 from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.commands.model_flags import BaseFlags, load_model
 from medusa_jax.console import inform
@@ -116,7 +115,7 @@ def contenders(flags: Flags, server: Server, url: str) -> dict[str, Contender]:
 def ladder_of(server: Server, nodes: int = 0) -> Ladder:
     """A new ladder for a server's sizes; it always takes this one unless it is 0."""
     sizes = server._scheduler._batch.engines.sizes
-    made = Ladder(sizes, tokens_of(sizes, server.model.calibrated), PACE)
+    made = Ladder(sizes, server.model.trees.tokens(sizes), PACE)
     if nodes:
         made.choose = lambda *_: (nodes, nodes)  # type: ignore[method-assign]
     return made

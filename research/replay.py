@@ -32,7 +32,6 @@ from medusa_jax.evaluate.turns import answered_turns, find_template, grouped, pr
 from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.notation import entries
 from medusa_jax.text.repetition import mean_repeated_ngram_share
-from medusa_jax.tree.files import order_of
 from medusa_jax.tree.growth import order_by_steps, replayed_tokens
 from medusa_jax.tree.tree import COPIED, Order
 from medusa_jax.whole_files import Json, write_json, write_text
@@ -143,9 +142,9 @@ def order_for(
         prompts = [record_prompt(model, question) for question in fitted]
         texts = rank_texts(model, prompts, options)
         return order_by_steps(texts, GROWTH, copies=copies)
-    if model.calibrated is None:
+    if model.trees.file is None:
         raise UserError("no tree file is next to the heads: give --fit")
-    order = order_of(model.calibrated)
+    order = model.trees.file.order
     if copies:
         return order
     drafted = [choice for choice in order.growth if COPIED not in choice]

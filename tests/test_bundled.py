@@ -26,7 +26,7 @@ from medusa_jax.files.known import KNOWN
 from medusa_jax.files.layouts.heads_io import load_heads, open_heads
 from medusa_jax.files.source import Source
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree.files import load_tree_file
+from medusa_jax.tree.files import TreeFile
 from medusa_jax.tree.tree import Tree
 
 OF_DEMO = bundled_heads(None)
@@ -148,7 +148,7 @@ def test_provenance_is_that_of_the_heads():
 
 @pytest.mark.parametrize(("name", "drafter"), [*((None, d) for d in OF_DEMO), *OF_MODELS])
 def test_the_tree_is_the_best_of_its_evidence_and_fits_the_heads(name, drafter):
-    tree = load_tree_file(folder_of(name, drafter) / "tree.json")
+    tree = TreeFile.read(folder_of(name, drafter) / "tree.json").content
     if "batches" in tree:  # interleaved rounds of sizes, one row
         best = fastest(tree["batches"][0]["rows"])
     else:

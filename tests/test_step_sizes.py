@@ -15,7 +15,7 @@ import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import dialogue, tree_choice
 from medusa_jax.api.dialogue import Dialogue
-from medusa_jax.api.tree_choice import sizes_of, tokens_of
+from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.decoding import chunk_clock
 from medusa_jax.decoding.chunk_clock import ChunkClock
 from medusa_jax.decoding.generation import begin
@@ -25,6 +25,7 @@ from medusa_jax.decoding.tree_size.gate import Gate
 from medusa_jax.decoding.tree_size.rates import RECENT
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.stored import Storage
+from medusa_jax.tree.files import TreeFile
 
 GROWTH = [[-1], [0], [0, 0], [1], [-1, -1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -121,11 +122,11 @@ def test_lookups_draft_once_the_text_repeats(directory, free, costs, monkeypatch
 )
 def test_sizes_are_nested(directory, drafter, nodes, free):
     model = load(directory, drafter)
-    sizes = sizes_of(model.tree, model.calibrated)
+    sizes = model.trees.sizes(model.tree)
     assert [tree.n_nodes for tree in sizes] == nodes
     assert all(set(a.choices) < set(b.choices) for a, b in itertools.pairwise(sizes))
-    known = tokens_of(sizes, model.calibrated)
-    assert known == ([1.0, 1.9, 2.1] if model.calibrated else None)
+    known = model.trees.tokens(sizes)
+    assert known == ([1.0, 1.9, 2.1] if model.trees.file else None)
 
 
 @pytest.mark.parametrize(
@@ -145,16 +146,16 @@ def test_copies_join_auto(directory, free, monkeypatch, drafter, nodes, device, 
     assert load(directory, drafter, **form).parse_tree("auto+copy:2") == model.tree
 
 
-def test_few_nodes_where_weights_are_narrow_and_plain_decoding_alone_where_the_file_says_so():
+def test_few_nodes_where_weights_are_narrow_and_one_where_the_file_says_so(directory):
     assert tree_choice.is_narrow(Storage(weights="int8")) and not tree_choice.is_narrow(
         Storage()
     )
-    tree = Tree.from_choices(GROWTH[:5])
-    file = {"choices": GROWTH[:5], "growth": GROWTH}
-    assert tree_choice.small_tree(tree, file) == Tree.from_choices(GROWTH[:2])
-    assert sizes_of(Tree.none(), file) == (Tree.none(),)
-    assert sizes_of(Tree.chain(1), None) == (Tree.none(), Tree.chain(1))
-    assert sizes_of(Tree.chain(2), None) == (Tree.none(), Tree.chain(1), Tree.chain(2))
+    file = TreeFile.read(directory / "heads" / "tree.json")
+    fitted, trees = TreeChoice(file.tree, file), TreeChoice(Tree.none())
+    assert fitted.first(file.tree, tree_choice.SMALL) == Tree.from_choices(GROWTH[:2])
+    assert fitted.sizes(Tree.none()) == (Tree.none(),)
+    assert trees.sizes(Tree.chain(1)) == (Tree.none(), Tree.chain(1))
+    assert trees.sizes(Tree.chain(2)) == (Tree.none(), Tree.chain(1), Tree.chain(2))
 
 
 @pytest.mark.wide
@@ -238,7 +239,7 @@ def test_costs_of_calibrate_if_it_ran_here(directory, tmp_path, free):
     rows = [{"nodes": n, "step_latency_ratio": r} for n, r in ((3, 1.25), (6, 1.5))]
     model = load(directory, heads)
     content = json.loads(file.read_text()) | {
-        "mark": model.step_sizes.mark,
+        "mark": model.trees.mark,
         "acceptance": "greedy",
         "batches": [{"batch": 1, "nodes": 6, "rows": rows}],
     }

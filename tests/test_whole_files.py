@@ -22,7 +22,7 @@ from medusa_jax.evaluate import questions
 from medusa_jax.files.json_files import read_json
 from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training.data import sources
-from medusa_jax.tree.files import load_tree_file
+from medusa_jax.tree.files import TreeFile
 from medusa_jax.whole_files import read_array, read_text, replacing, write_array, write_text
 
 
@@ -55,7 +55,7 @@ READERS = {
     "text": ("a.txt", "grüße\nb\n", lambda path: read_text(path)),
     "json": ("config.json", '{"a":\n 1}', lambda path: read_json(str(path))),
     "template": ("chat_template.jinja", "{{ 'ü' }}\nb", template),
-    "tree": ("tree.json", "[[0],\n [1]]", load_tree_file),
+    "tree": ("tree.json", "[[0],\n [1]]", TreeFile.read),
     "requests": ("r.jsonl", LINES, requests),
     "schema": ("s.json", '{"const":\n "ü"}', constraint("json_schema")),
     "grammar": ("g.lark", 'start: "ü"\n', constraint("grammar")),

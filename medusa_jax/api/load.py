@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from medusa_jax.api.bundles import default_drafter, find_model
 from medusa_jax.api.form import Form, choose_form, default_dtype, product_forms
-from medusa_jax.api.loaded_drafter import LoadedDrafter, find_drafter, open_drafter
+from medusa_jax.api.loaded_drafter import find_drafter, open_drafter
 from medusa_jax.api.model import Model
-from medusa_jax.api.tree_choice import TreeChoice, step_mark
+from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.arch import STORED
 from medusa_jax.console import inform
 from medusa_jax.decoding.request import begin_keys
@@ -22,7 +22,6 @@ from medusa_jax.files import hf
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.text_defaults import TextDefaults, name_unapplied, text_defaults
-from medusa_jax.heads.drafter import NoDrafter
 from medusa_jax.kernels.choose import begin_loading
 from medusa_jax.mapped import kept
 from medusa_jax.model.convert import place_part
@@ -135,13 +134,13 @@ def load(
         source, files.base, files.tokenizer, form, devices,
         expected=None if allow_other_base else fingerprint,
     )  # fmt: skip
-    choice = choose_tree(tree, opened, batch, form, devices)
+    trees = TreeChoice.of(tree, opened, batch, form, devices)
     with ThreadPoolExecutor(1) as pool:
         backbone = pool.submit(read_backbone, files.base, form, devices)
         if not form.storage.panel:  # the processes of several hosts read in the same order
             backbone.result()
         begin_keys()
-        loaded = opened.with_params(None if all_heads else choice.levels)
+        loaded = opened.with_params(None if all_heads else trees.levels)
     return Model(
         config,
         backbone.result(),
@@ -149,7 +148,7 @@ def load(
         files.tokenizer,
         form,
         devices,
-        choice,
+        trees,
         name=os.path.basename(os.path.abspath(model_path)) if model_path else "demo",
         eos_ids=files.eos_ids if eos_ids is None else eos_ids,
         no_repeat_ngram_size=files.ngram_size(no_repeat_ngram_size),
@@ -222,13 +221,3 @@ def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
         return hf.load_backbone(*arguments)[1]
     marks = base.config, form, form.kernels.mark
     return kept("weights", base.files, marks, lambda: hf.load_backbone(*arguments)[1])
-
-
-def choose_tree(
-    tree: str | Tree, opened: LoadedDrafter, batch: int, form: Form, mesh: Mesh
-) -> TreeChoice:
-    """The tree that `tree` names for this drafter; `batch` rows are decoded at a time."""
-    if isinstance(opened.drafter, NoDrafter):
-        return TreeChoice(Tree.none() if tree == "auto" else tree)
-    mark = step_mark(opened.drafter, form.dtype, mesh, form.storage, form.kernels)
-    return TreeChoice.of(tree, opened.drafter, opened.directory, batch, form.storage, mark)

@@ -22,7 +22,6 @@ from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.convert import decoder
 from medusa_jax.sharding import Params
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
-from medusa_jax.tree.files import parse_tree, tree_at
 from medusa_jax.tree.tree import Tree
 from medusa_jax.typed import checked_arguments, read
 from medusa_jax.whole_files import Json
@@ -41,13 +40,9 @@ class LoadedModel:
       variables: {"backbone": the backbone's parameters, "heads": the draft heads'}, as
         `model/convert.py` makes them.
       tokenizer: text to ids and back.
-      tree: the default draft tree, for the `batch` given to `load`.
-      trees_by_rows: default trees by number of rows, as far as known; {}: `tree` for all.
-      mark: all that decides the time of a step, except the tree (`tree_choice.step_mark`).
-      chooses: by default, steps choose among sizes of the tree, where the text cannot depend on it.
+      trees: the default draft trees.
       eos_ids: tokens that end a text, unless a request names others.
       storage: the form that kernels are stored in.
-      calibrated: content of the tree file next to the heads, or None.
       no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing.
       repetition_penalty: of requests that name none.
       fingerprint: 16 hex digits that tell the backbone's weights from others'; "" if unknown.
@@ -63,7 +58,7 @@ class LoadedModel:
         tokenizer: Tokenizer,
         form: Form,
         mesh: jax.sharding.Mesh,
-        choice: TreeChoice | None = None,
+        trees: TreeChoice | None = None,
         *,
         name: str = "",
         eos_ids: Sequence[int] | None = None,
@@ -71,20 +66,17 @@ class LoadedModel:
         repetition_penalty: float = 1.0,
         fingerprint: str = "",
     ) -> None:
-        choice = choice or TreeChoice("auto")
         self.name, self.config, self.tokenizer = name, config, tokenizer
         self.dtype, self.storage, self.mesh = form.dtype, form.storage, mesh
         self.drafter = loaded.drafter
         self.variables = {"backbone": backbone, "heads": loaded.params}
         self.heads_files = loaded.files
-        self.calibrated, self.chooses = choice.calibrated, choice.chooses
-        self.trees_by_rows, self.mark = choice.by_rows, choice.mark
         ends = tokenizer.eos_ids if eos_ids is None else eos_ids
         # Elsewhere -1 matches every token.
         self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < config.vocab_size))
         self.llama = decoder(config, form.dtype, mesh, form.storage, form.kernels)
-        self.tree = self.drafter.default_tree
-        self.tree = self.parse_tree(choice.tree)
+        self.trees = trees or TreeChoice(self.drafter.default_tree)
+        self.parse_tree(self.tree)
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self.repetition_penalty = repetition_penalty
         self.fingerprint = fingerprint
@@ -151,26 +143,19 @@ class LoadedModel:
         """The backbone as drafters see it."""
         return Backbone(self.llama, self.variables["backbone"])
 
+    @property
+    def tree(self) -> Tree:
+        """The default tree, for the `batch` given to `load`."""
+        return self.trees.tree
+
     def tree_at(self, rows: int) -> Tree:
         """The default tree for this number of rows."""
-        return tree_at(self.trees_by_rows, rows) if self.trees_by_rows else self.tree
+        return self.trees.at(rows)
 
     def parse_tree(self, spec: str | Tree | None) -> Tree:
         """The tree a `--tree` value names, checked against the loaded heads."""
-        no_heads = UserError(
-            "no draft heads are loaded: give --drafter, or use --tree none"
-        )
         spec = read("tree", spec, str | Tree | None)
-        if spec is None or spec == "auto":
-            tree = self.tree
-        elif isinstance(spec, Tree):
-            tree = spec
-        elif not self.has_drafter and spec.isdecimal():
-            raise no_heads
-        else:
-            tree = parse_tree(spec, self.calibrated, self.tree)
-        if tree.drafted.depth and not self.has_drafter:
-            raise no_heads
+        tree = self.trees.parse(spec, self.has_drafter)
         self.drafter.check_tree(tree)
         size = self.drafter.heads.draft_vocab
         if tree.max_rank >= (size or self.config.vocab_size):

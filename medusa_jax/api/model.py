@@ -40,7 +40,7 @@ class Model(LoadedModel):
     @cached_property
     def step_sizes(self) -> StepSizes:
         """The sizes that steps choose from."""
-        return StepSizes(self.mark, self.calibrated)
+        return StepSizes(self.trees)
 
     @cached_property
     def _warm(self) -> set[tuple[object, ...]]:
@@ -305,7 +305,7 @@ class Model(LoadedModel):
             from medusa_jax.decoding.constrained import with_runs
 
             # Where steps may be plain, heads cost more than they give in constrained text.
-            engine = with_runs(engine, not (self.chooses and tree in (None, "auto")))
+            engine = with_runs(engine, not (self.trees.chooses and tree in (None, "auto")))
         if engine.gated:
             request.gate = self.step_sizes.gate(engine, len(rows))
             request.costs = self.step_sizes.costs(engine)
@@ -323,7 +323,7 @@ class Model(LoadedModel):
             return self.engine(tree, acceptance, sampled, logprobs)
         engine = self.engine(self.tree_at(len(rows)), acceptance, sampled, logprobs)
         # Constraints need the host in every step.
-        chooses = self.chooses and not any(o.constraint for o in rows)
+        chooses = self.trees.chooses and not any(o.constraint for o in rows)
         if chooses and text_is_free(engine, self.dtype):
             engine = self.step_sizes.gated(self.drafter, engine)
         return engine

@@ -1,18 +1,16 @@
 """`--tree auto`: the tree sizes that steps choose from, and their costs on this machine."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from medusa_jax.api.tree_choice import sizes_of, tokens_of
+from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.tree_size.costs import StepCosts
 from medusa_jax.decoding.tree_size.gate import Gate
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.measured import DeviceCache
-from medusa_jax.whole_files import Json
 
 
 def text_is_free(engine: Engine, dtype: np.dtype) -> bool:
@@ -31,17 +29,15 @@ class StepSizes:
     Costs are measured while streams run; `calibrate`'s are the first guess if it ran with this model on this machine.
 
     Attributes:
-      mark: `tree_choice.step_mark`.
-      calibrated: content of the tree file, or None.
+      trees: the model's.
     """
 
-    mark: str
-    calibrated: Json | None
+    trees: TreeChoice
     _costs: dict[Any, StepCosts] = field(default_factory=dict)
 
     def gated(self, drafter: Drafter, engine: Engine) -> Engine:
         """The engine with a choice among the sizes of its tree; `engine` if there is only one."""
-        sizes = sizes_of(engine.tree, self.calibrated)
+        sizes = self.trees.sizes(engine.tree)
         return replace(engine, drafter=drafter, gated=sizes) if len(sizes) > 1 else engine
 
     def gate(self, engine: Engine, rows: int) -> Gate:
@@ -49,29 +45,15 @@ class StepSizes:
         costs, nodes_N = self.costs(engine), [tree.n_nodes for tree in engine.gated]
         ratios = costs.ratios(rows, nodes_N).tolist()
         if not costs.chunks(rows, nodes_N[-1]):
-            ratios = self._calibrated(engine, rows) or ratios
-        return Gate.before_text(
-            engine.gated, ratios, tokens_of(engine.gated, self.calibrated)
-        )
+            known = self.trees.step_ratios(engine.gated, rows, engine.acceptance)
+            ratios = known or ratios
+        return Gate.before_text(engine.gated, ratios, self.trees.tokens(engine.gated))
 
     def costs(self, engine: Engine) -> StepCosts:
         """The costs of the sizes with this rule: sampling draws noise for every level."""
         key = engine.acceptance, engine.gated
         if key not in self._costs:
             nodes_N = [tree.n_nodes for tree in engine.gated]
-            note = DeviceCache("step_costs", self.mark, engine.acceptance, nodes_N)
+            note = DeviceCache("step_costs", self.trees.mark, engine.acceptance, nodes_N)
             self._costs[key] = StepCosts(note)
         return self._costs[key]
-
-    def _calibrated(self, engine: Engine, rows: int) -> list[float] | None:
-        """The tree file's costs, if they were measured like this."""
-        file: Mapping = self.calibrated or {}
-        if (file.get("mark"), file.get("acceptance")) != (self.mark, engine.acceptance):
-            return None
-        rungs = [rung for rung in file.get("batches") or () if rung["batch"] == rows]
-        timed = {row["nodes"]: row for rung in rungs for row in rung.get("rows") or ()}
-        ratios = [
-            timed.get(tree.n_nodes, {}).get("step_latency_ratio")
-            for tree in engine.gated[1:]
-        ]
-        return None if None in ratios else [1.0, *ratios]

@@ -1,30 +1,22 @@
 """The trees of a model: the default one, one for each number of rows, and the sizes of `--tree auto`."""
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
+from medusa_jax.api.form import Form
+from medusa_jax.api.loaded_drafter import LoadedDrafter
 from medusa_jax.arch import STORED
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Drafter
+from medusa_jax.heads.drafter import Drafter, NoDrafter
 from medusa_jax.measured import device_mark
-from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
-from medusa_jax.tree.files import (
-    auto_tree,
-    load_tree_file,
-    order_of,
-    parse_tree,
-    tree_at,
-    trees_by_rows,
-)
+from medusa_jax.tree.files import TreeFile, parse_tree
 from medusa_jax.tree.tree import Order, Tree
-from medusa_jax.whole_files import Json
 
 # "bundled": with --tree auto, too, all steps use the tree file's choice or the default tree.
 VARIABLE = "MEDUSA_JAX_TREES"
@@ -35,72 +27,124 @@ SMALL, SMALLER = 3, 2
 
 @dataclass(frozen=True)
 class TreeChoice:
-    """The tree of a model, chosen before the heads are read.
+    """The trees of a model, chosen before the heads are read.
 
     Attributes:
-      tree: the tree, or its name as for `--tree`.
-      calibrated: content of the tree file next to the heads.
-      by_rows: for "auto" and "bundled", the tree file's trees by number of rows.
-      chooses: each step takes one of the sizes of its tree (`sizes_of`).
-      levels: maximum number of heads that decoding uses.
-      mark: as for `of`.
+      tree: the default tree, for the number of rows that are decoded at a time.
+      file: the tree file next to the heads, if there is one.
+      by_rows: default trees by number of rows, as far as known; {}: `tree` for all.
+      chooses: by default, steps choose among `sizes` of the tree, where the text cannot depend on it.
+      mark: of this machine and all that the time of a step depends on besides the tree; "" if there is no drafter.
     """
 
-    tree: str | Tree
-    calibrated: Json | None = None
+    tree: Tree
+    file: TreeFile | None = None
     by_rows: Mapping[int, Tree] = field(default_factory=dict)
     chooses: bool = False
-    levels: int | None = None
     mark: str = ""
 
     @classmethod
     def of(
-        cls,
-        spec: str | Tree,
-        drafter: Drafter,
-        directory: str,
-        batch: int,
-        storage: Storage,
-        mark: str,
+        cls, spec: str | Tree, opened: LoadedDrafter, batch: int, form: Form, mesh: Mesh
     ) -> "TreeChoice":
-        """The tree that `spec` names for a drafter.
-
-        Args:
-          directory: where a tree file may be; "" for a drafter without files.
-          batch: rows that will be decoded at a time.
-          storage: the form of the model's weights.
-          mark: `step_mark` of this machine and model.
+        """The tree that `spec` names for this drafter; `batch` rows are decoded at a time.
 
         Raises:
           UserError: no tree, or one that is deeper than the number of heads.
         """
-        file, platform = Path(directory or "?") / "tree.json", jax.default_backend()
-        calibrated = load_tree_file(file) if directory and file.exists() else None
+        if isinstance(opened.drafter, NoDrafter):
+            plain = cls(Tree.none())
+            return replace(plain, tree=plain.parse(spec, has_drafter=False))
+        drafter, platform = opened.drafter, jax.default_backend()
+        path = Path(opened.directory or "?") / "tree.json"
+        file = TreeFile.read(path) if opened.directory and path.exists() else None
+        mark = device_mark(
+            drafter.heads, drafter.llama, form.storage, str(form.dtype), form.kernels.mark,
+            tuple(mesh.shape.values()),
+        )  # fmt: skip
+        known = cls(drafter.default_tree, file, mark=mark)
         chooses = spec == "auto" and steps_choose()
-        rungs = trees_by_rows(calibrated, platform) if calibrated else {}
-        auto = rungs
-        if calibrated:
-            auto = rungs or {batch: auto_tree(calibrated, platform)}
-            if is_narrow(storage) and calibrated.get("mark") != mark and steps_choose():
-                auto = {n: small_tree(t, calibrated) for n, t in auto.items()}
+        rungs = file.by_rows(platform) if file else {}
+        auto = rungs or {batch: file.for_platform(platform) if file else known.tree}
+        if file and is_narrow(form.storage) and file.mark != mark and steps_choose():
+            auto = {n: known.first(tree, SMALL) for n, tree in auto.items()}
+        known = replace(known, tree=tree_at(auto, batch), chooses=chooses)
         by_rows = auto if spec == "auto" else rungs if spec == "bundled" else {}
-        tree = tree_at(by_rows, batch) if by_rows else spec
-        if isinstance(tree, str):
-            default = tree_at(auto, batch) if auto else drafter.default_tree
-            tree = parse_tree(tree, calibrated, default)
+        tree = tree_at(by_rows, batch) if by_rows else known.parse(spec)
         drafter.check_tree(tree)
-        levels = max(1, *(t.drafted.depth for t in (tree, *by_rows.values())))
-        return cls(tree, calibrated, by_rows, chooses, levels, mark)
+        return replace(known, tree=tree, by_rows=by_rows)
+
+    @property
+    def levels(self) -> int:
+        """Maximum number of heads that decoding uses."""
+        return max(1, *(t.drafted.depth for t in (self.tree, *self.by_rows.values())))
+
+    def at(self, rows: int) -> Tree:
+        """The default tree for this number of rows."""
+        return tree_at(self.by_rows, rows) if self.by_rows else self.tree
+
+    def parse(self, spec: str | Tree | None, has_drafter: bool = True) -> Tree:
+        """The tree that a `--tree` value names; the default one for None and "auto".
+
+        Raises:
+          UserError: no tree, or one of draft heads without a drafter.
+        """
+        no_heads = UserError(
+            "no draft heads are loaded: give --drafter, or use --tree none"
+        )
+        if spec is None or isinstance(spec, Tree):
+            tree = spec or self.tree
+        elif spec.isdecimal() and not has_drafter:
+            raise no_heads
+        else:
+            tree = parse_tree(spec, self.file, self.tree)
+        if tree.drafted.depth and not has_drafter:
+            raise no_heads
+        return tree
+
+    def order(self, tree: Tree) -> Order:
+        """An order whose first nodes are this tree: the tree file's if it fits, else the order of its choices."""
+        if self.file and tree == self.file.order.tree(tree.n_nodes):
+            return self.file.order
+        return Order(tree.choices, tree.spares)
+
+    def first(self, tree: Tree, nodes: int) -> Tree:
+        """The first nodes of a tree, at most all."""
+        return self.order(tree).tree(min(nodes, tree.n_nodes))
+
+    def sizes(self, tree: Tree) -> tuple[Tree, ...]:
+        """The sizes of a tree to choose from, plain decoding first and the tree last.
+
+        Each is a loop to compile, so there are at most three: the tree, and its first `SMALL` or, of a small tree, `SMALLER` nodes.
+        """
+        nodes = SMALL if tree.n_nodes > SMALL else SMALLER
+        return tuple(dict.fromkeys((Tree.none(), self.first(tree, nodes), tree)))
+
+    def tokens(self, sizes: Sequence[Tree]) -> list[float] | None:
+        """Tokens per step with each size, by the tree file's evidence; None if it lacks one."""
+        return _of_sizes(self.file.tokens_by_nodes if self.file else {}, sizes)
+
+    def step_ratios(
+        self, sizes: Sequence[Tree], rows: int, acceptance: str
+    ) -> list[float] | None:
+        """Times of a step with each size over a plain step's; None if the tree file has others' or lacks one."""
+        file = self.file
+        if not file or (file.mark, file.acceptance) != (self.mark, acceptance):
+            return None
+        rung = file.batches.get(rows)
+        return _of_sizes(rung.ratio_by_nodes if rung else {}, sizes)
 
 
-def step_mark(
-    drafter: Drafter, dtype: np.dtype, mesh: Mesh, storage: Storage, kernels: Kernels
-) -> str:
-    """Key of what a step's time depends on besides the tree; `calibrate` writes it to the tree file."""
-    shape = tuple(mesh.shape.values())
-    return device_mark(
-        drafter.heads, drafter.llama, storage, str(dtype), kernels.mark, shape
-    )
+def _of_sizes(by_nodes: Mapping[int, float], sizes: Sequence[Tree]) -> list[float] | None:
+    """The figure of each size, 1 for plain decoding; None if one is missing."""
+    figures = {**by_nodes, 1: 1.0}
+    nodes_N = [tree.n_nodes for tree in sizes]
+    return [figures[n] for n in nodes_N] if figures.keys() >= {*nodes_N} else None
+
+
+def tree_at(by_rows: Mapping[int, Tree], rows: int) -> Tree:
+    """The tree for the next listed number of rows from `rows` on, or for the largest."""
+    return by_rows[min((n for n in by_rows if n >= rows), default=max(by_rows))]
 
 
 def steps_choose() -> bool:
@@ -122,39 +166,7 @@ def is_narrow(storage: Storage) -> bool:
     return storage.weights in (STORED, "int8")
 
 
-def small_tree(tree: Tree, calibrated: Json | None, nodes: int = SMALL) -> Tree:
-    """The first nodes of a tree."""
-    return order_with(tree, calibrated).tree(min(nodes, tree.n_nodes))
-
-
-def order_with(tree: Tree, calibrated: Json | None) -> Order:
-    """An order whose first nodes are this tree: the tree file's if it fits, else the order of its choices."""
-    order = order_of(calibrated) if calibrated is not None else Order(())
-    if len(order.growth) + 1 >= tree.n_nodes and tree == order.tree(tree.n_nodes):
-        return order
-    return Order(tree.choices, tree.spares)
-
-
-def sizes_of(tree: Tree, calibrated: Json | None) -> tuple[Tree, ...]:
-    """The sizes of a tree to choose from, plain decoding first and the tree last.
-
-    Each is a loop to compile, so there are at most three: the tree, and its first `SMALL` or, of a small tree, `SMALLER` nodes.
-    """
-    nodes = SMALL if tree.n_nodes > SMALL else SMALLER
-    sizes = Tree.none(), small_tree(tree, calibrated, nodes), tree
-    return tuple(dict.fromkeys(sizes))
-
-
 def drafted_by(drafter: Drafter, tree: Tree) -> str:
     """Who fills a tree: "hydra", "hydra+copy", "copy" or "none"."""
     who = [drafter.heads.drafter] if tree.drafted.depth else []
     return "+".join([*who, "copy"] if tree.copied_C.size else who) or "none"
-
-
-def tokens_of(sizes: tuple[Tree, ...], calibrated: Json | None) -> list[float] | None:
-    """Tokens per step with each size, by the tree file's evidence; None if it lacks one."""
-    rows = ((calibrated or {}).get("evidence") or {}).get("ladder") or []
-    tokens = {row["nodes"]: row["tokens_per_step"] for row in rows} | {1: 1.0}
-    if any(tree.n_nodes not in tokens for tree in sizes):
-        return None
-    return [tokens[tree.n_nodes] for tree in sizes]

@@ -93,7 +93,7 @@ def run(flags: Flags) -> int:
     from medusa_jax.evaluate.tree_fit import fit_tree
     from medusa_jax.kept_programs import use_compilation_cache
     from medusa_jax.training.run_log import outlook
-    from medusa_jax.tree.files import load_tree_file
+    from medusa_jax.tree.files import TreeFile
 
     use_compilation_cache()
     if not (flags.prompts and flags.out):
@@ -106,7 +106,7 @@ def run(flags: Flags) -> int:
     out = file_to_write(flags.out, "--out")
     if out.is_file() and out.stat().st_size:
         try:
-            load_tree_file(out)
+            TreeFile.read(out)
         except UserError as error:
             raise UserError(f"--out {out} exists and is not a tree file") from error
     plots = out_directory(flags.plots, "--plots") if flags.plots else None

@@ -85,7 +85,7 @@ def answer_calls(
     )
     shown = f"[{host}]" if ":" in host else host
     url, start, model = f"http://{shown}:{port}", time.monotonic(), server.model
-    note = DeviceCache("first_answer", model.fingerprint, model.mark, server.slots)
+    note = DeviceCache("first_answer", model.fingerprint, model.trees.mark, server.slots)
     expected = note.read().get("seconds")
     about = f", first answer in about {expected:.0f} s" if expected else ""
     log(f"{name}: compiling the first program{about}; the page is there: {url}/")

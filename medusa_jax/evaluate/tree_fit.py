@@ -97,7 +97,7 @@ def fit_tree(
         "spares": [list(c) for c in order.spares],
         "platform": device.platform,
         "device": f"{device.device_kind}, {jax.local_device_count()} device(s)",
-        "mark": model.mark,
+        "mark": model.trees.mark,
         "dtype": str(model.dtype),
         "temperature": options.temperature,
         "acceptance": "sampled" if options.temperature > 0 else "greedy",

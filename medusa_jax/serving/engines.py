@@ -61,7 +61,7 @@ class Engines:
         sizes = {tree.n_nodes: tree for tree in self.sizes}
         engine = replace(engine, tree=sizes[nodes] if nodes else trees[n_rows])
         if group.constrained:
-            engine = constrained.with_runs(engine, not self.model.chooses)
+            engine = constrained.with_runs(engine, not self.model.trees.chooses)
         return engine
 
     def text_is_free(self, group: Group) -> bool:

@@ -16,7 +16,6 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from medusa_jax.api import Model
-from medusa_jax.api.tree_choice import order_with
 from medusa_jax.decoding.tree_size.costs import StepCosts
 from medusa_jax.decoding.tree_size.gate import MARGIN
 from medusa_jax.decoding.tree_size.rates import (
@@ -38,9 +37,9 @@ WORTH = 1.05
 
 def ladder_sizes(model: Model, trees: Sequence[Tree]) -> tuple[Tree, ...]:
     """Sizes to choose from, ascending: 1, 2, 4, ... nodes of one order, and these trees; one if there is no choice."""
-    if not (model.chooses and model.has_drafter):
+    if not (model.trees.chooses and model.has_drafter):
         return (Tree.none(),)
-    order = order_with(max(trees, key=lambda tree: tree.n_nodes), model.calibrated)
+    order = model.trees.order(max(trees, key=lambda tree: tree.n_nodes))
     most = min(model.llama.kernels.largest_tree, len(order.growth) + 1)
     sizes = [order.tree(2**n) for n in range(most.bit_length())]
     sizes = [tree for tree in sizes if tree.drafted.depth <= model.drafter.n_heads]

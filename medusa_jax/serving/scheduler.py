@@ -16,7 +16,6 @@ The parts: `jobs.py` (where each request is), `room.py` (the batch's size), `pro
 from collections.abc import Mapping
 
 from medusa_jax.api import Model
-from medusa_jax.api.tree_choice import tokens_of
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.chunks import PACE, Chunks
 from medusa_jax.serving.engines import Engines
@@ -61,7 +60,7 @@ class Scheduler:
         self._batch = batch = Batch(engines, most_new, piece)
         self._jobs = jobs = Jobs(batch, max(trees))
         self._room = room = Room(batch, jobs, sorted(trees), programs)
-        ladder = Ladder(engines.sizes, tokens_of(engines.sizes, model.calibrated), PACE)
+        ladder = Ladder(engines.sizes, model.trees.tokens(engines.sizes), PACE)
         self._chunks = chunks = Chunks(batch, jobs, room, chunk_steps, ladder, threads)
         self._reader = PromptReader(batch, jobs, room, chunks, piece)
         self._preemption = Preemption(batch, jobs, room, chunks)

@@ -25,7 +25,7 @@ from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.convert import choose_storage
 from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree.files import load_tree_file, tree_of_size
+from medusa_jax.tree.files import TreeFile
 from medusa_jax.tree.tree import Tree
 from research.compiled import report
 from research.compiled.labelled import read_program
@@ -147,8 +147,8 @@ def case_of(flags: Flags, target: Target) -> tuple[Case, Drafter, Tree]:
             raise UserError(f"--drafter {flags.drafter} has no heads to compile")
         heads = kind.Config(drafter=name, n_heads=4)
     # The growth order of the demo's Hydra heads: as deep as the papers' trees, four levels.
-    calibrated = load_tree_file(DEMO / "hydra" / "tree.json")
-    tree = Tree.none() if is_plain else tree_of_size(calibrated, flags.tree)
+    file = TreeFile.read(DEMO / "hydra" / "tree.json")
+    tree = Tree.none() if is_plain else file.of_size(flags.tree)
     # The drafter is made for the compiled layers: EAGLE-3 reads inside the backbone.
     compiled_config = dataclasses.replace(config, n_layers=case.compiled_layers)
     return case, make_drafter(heads, decoding_config(compiled_config)), tree

@@ -78,7 +78,7 @@ def tiny(name: str, dtype: np.dtype) -> Model:
     drafter = make_drafter(drafter_class(name).Config(drafter=name, n_heads=3), CONFIG)
     backbone = random_backbone(CONFIG, dtype, form.storage, mesh)
     loaded = LoadedDrafter(drafter, random_heads(drafter, dtype, form.storage))
-    choice = TreeChoice(Tree.cartesian([3, 2, 1]))
+    trees = TreeChoice(Tree.cartesian([3, 2, 1]))
     return Model(
-        CONFIG, backbone, loaded, NoTokenizer("tiny"), form, mesh, choice, eos_ids=()
+        CONFIG, backbone, loaded, NoTokenizer("tiny"), form, mesh, trees, eos_ids=()
     )

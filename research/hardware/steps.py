@@ -23,8 +23,7 @@ from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, make_mesh
 from medusa_jax.text.tokenizer import NoTokenizer
-from medusa_jax.tree.files import load_tree_file, tree_of_size
-from medusa_jax.tree.tree import Tree
+from medusa_jax.tree.files import TreeFile
 from research.bandwidth import read_bandwidth
 from research.compiled.costs import kernels_of
 from research.hardware.profile import profiled
@@ -116,9 +115,8 @@ def timed_model(
     form = plain_form(DTYPE, mesh, config.head_dim)
     loaded = LoadedDrafter(drafter, random_heads(drafter, DTYPE, form.storage))
     model = Model(config, backbone, loaded, NoTokenizer("a shape"), form, mesh, eos_ids=())
-    growth = load_tree_file(GROWTH)
-    trees = {n: tree_of_size(growth, n) if n > 1 else Tree.none() for n in sizes}
-    engines = {n: model.engine(tree) for n, tree in trees.items()}
+    file = TreeFile.read(GROWTH)
+    engines = {n: model.engine(file.of_size(n)) for n in sizes}
     clock = StepClock(
         list(engines.values()), model.variables, [1] * context, batch=batch, n_steps=STEPS
     )

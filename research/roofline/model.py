@@ -15,7 +15,7 @@ import numpy as np
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.devices.chips import Chip
 from medusa_jax.errors import UserError
-from medusa_jax.tree.files import load_tree_file
+from medusa_jax.tree.files import TreeFile
 
 BF16 = 2  # bytes of a number
 
@@ -161,15 +161,12 @@ def acceleration_of(curve: str) -> Acceleration:
     """
     if curve == "paper":
         return paper_acceleration
-    content = load_tree_file(curve)
-    ladder = (content.get("evidence") or {}).get("ladder")
-    if not ladder:
+    tokens = TreeFile.read(curve).tokens_by_nodes
+    if not tokens:
         raise UserError(
             f"{curve} holds no measured tokens per step: write them with `medusa calibrate`"
         )
-    x, y = zip(
-        *sorted((math.log(rung["nodes"]), rung["tokens_per_step"]) for rung in ladder)
-    )
+    x, y = zip(*sorted((math.log(nodes), per_step) for nodes, per_step in tokens.items()))
     return lambda nodes: float(np.interp(math.log(nodes), x, y))
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -187,7 +188,7 @@ def test_a_models_steps_choose_their_size(tmp_path, temperature):
     """By default nothing but the text and its grammar drafts."""
     tiny.write_model(tmp_path, characters=tiny.PRINTABLE, max_position=512)
     model = load_model(tmp_path, dtype="float64")
-    model.chooses, asked = True, {"json_schema": SCHEMA}
+    model.trees, asked = replace(model.trees, chooses=True), {"json_schema": SCHEMA}
     options = Options(max_new_tokens=99, temperature=temperature, constraint=asked)
     [plain] = model.generate(["row = "], options, tree="none")
     for tree in (None, Tree.cartesian([2, 1])):

@@ -54,7 +54,7 @@ def test_plain_decoding_is_the_same_program_whatever_the_heads(directory):
         model.tokenizer,
         Form("float32", model.dtype, model.storage, model.llama.kernels),
         model.mesh,
-        TreeChoice("chain:1"),
+        TreeChoice(model.tree),
     )
     assert other.engine(tree="none") == model.engine(tree="none")
     assert other.engine(tree="chain:1").drafter is other.drafter

@@ -36,8 +36,7 @@ from medusa_jax.files.source import flatten
 from medusa_jax.sharding import make_mesh
 from medusa_jax.text.chat import encode_prompt, shipped_template
 from medusa_jax.text.tokenizer import load_tokenizer
-from medusa_jax.tree.files import load_tree_file
-from medusa_jax.tree.tree import Tree
+from medusa_jax.tree.files import TreeFile
 
 SECONDS = 5
 GROWTH = 500 << 20
@@ -98,7 +97,7 @@ def read_gguf_file(path):
 
 
 def read_tree(path):
-    return Tree.from_choices(load_tree_file(path)["choices"]).n_nodes
+    return TreeFile.read(path).tree.n_nodes
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The size of the tree that a chunk of steps takes: what is measured, what is chosen, and that no text shows it."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -103,7 +104,7 @@ class Queueing(InPlace):
 @pytest.mark.usefixtures("x64")
 def test_no_text_depends_on_the_sizes(model, monkeypatch):
     """A random one for each chunk, plain steps among them; a prompt is read again where the drafter has a gap."""
-    monkeypatch.setattr(model, "chooses", True)
+    monkeypatch.setattr(model, "trees", replace(model.trees, chooses=True))
     assert [tree.n_nodes for tree in ladder_sizes(model, [TREE])] == [1, 2, 4, 5]
     programs, rng = Queueing(), random.Random(0)
     taken = turns.scheduler_of(model, {2: TREE}, programs)
@@ -136,7 +137,7 @@ def test_no_text_depends_on_the_sizes(model, monkeypatch):
 
 
 def test_rules_that_read_drafts_keep_one_tree(model, monkeypatch):
-    monkeypatch.setattr(model, "chooses", True)
+    monkeypatch.setattr(model, "trees", replace(model.trees, chooses=True))
     engines = Engines(model, {1: TREE})
     assert engines.text_is_free(Group())
     rules = [Group(rule=rule) for rule in ("typical", "rejection")]

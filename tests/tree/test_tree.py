@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trees import trees
 
 from medusa_jax.errors import UserError
-from medusa_jax.tree.files import load_tree_file, parse_tree, tree_of_size
+from medusa_jax.tree.files import TreeFile, parse_tree
 from medusa_jax.tree.tree import Tree
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
@@ -95,18 +95,22 @@ def test_too_deep_for_the_heads():
             tree.check_depth(n)
 
 
-def parsed(spec, calibrated=None):
-    return parse_tree(spec, calibrated, auto=Tree.chain(2))
+def parsed(spec, file=None):
+    return parse_tree(spec, file, auto=Tree.chain(2))
+
+
+def tree_file(path, choices, **content):
+    path.write_text(json.dumps({"choices": choices, **content}))
+    return TreeFile.read(path)
 
 
 def test_tree_files(tmp_path):
     plain, rich = tmp_path / "plain.json", tmp_path / "rich.json"
     plain.write_text("[[0], [0, 1]]")
-    rich.write_text(json.dumps({"choices": [[0], [0, 1]], "device": "cpu"}))
+    read = tree_file(rich, [[0], [0, 1]], device="cpu")
     found = [parsed(str(file)) for file in (plain, rich)]
     assert found == [Tree.from_choices([[0], [0, 1]])] * 2
-    assert load_tree_file(rich)["device"] == "cpu"
-    assert load_tree_file(rich)["growth"] == [[0], [0, 1]]
+    assert read.content["device"] == "cpu" and read.order.growth == [[0], [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -133,17 +137,18 @@ def test_tree_files_that_cannot_be_used_are_named(tmp_path, content, words):
     assert str(file) in str(caught.value)
 
 
-def test_specs():
+def test_specs(tmp_path):
     assert parsed("none") == Tree.none()
     assert parsed("chain:3") == Tree.chain(3)
     assert parsed("cartesian:2,3") == Tree.cartesian([2, 3])
-    calibrated = {"choices": [[0], [1]], "growth": [[0], [0, 0], [1], [2]]}
-    assert parsed("bundled", calibrated) == Tree.from_choices([[0], [1]])
-    assert parsed("auto", calibrated) == Tree.chain(2)
-    assert parsed("3", calibrated) == Tree.from_choices([[0], [0, 0]])
-    assert parsed("1", calibrated) == Tree.none()
-    assert parsed("2", {"choices": [[0], [1]]}) == Tree.from_choices([[0]])
-    assert tree_of_size(calibrated, 5).n_nodes == 5
+    file = tree_file(tmp_path / "a.json", [[0], [1]], growth=[[0], [0, 0], [1], [2]])
+    assert parsed("bundled", file) == Tree.from_choices([[0], [1]])
+    assert parsed("auto", file) == Tree.chain(2)
+    assert parsed("3", file) == Tree.from_choices([[0], [0, 0]])
+    assert parsed("1", file) == Tree.none() and parsed("5", file).n_nodes == 5
+    assert parsed("2", tree_file(tmp_path / "b.json", [[0], [1]])) == Tree.from_choices(
+        [[0]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,9 +177,10 @@ def test_specs_that_name_no_tree(spec, words):
 
 
 @pytest.mark.parametrize("size", [0, 6])
-def test_sizes_beyond_the_calibrated_order(size):
+def test_sizes_beyond_the_calibrated_order(size, tmp_path):
+    file = tree_file(tmp_path / "tree.json", [], growth=[[0], [1], [2], [3]])
     with pytest.raises(UserError, match="1 to 5"):
-        parsed(str(size), {"choices": [], "growth": [[0], [1], [2], [3]]})
+        parsed(str(size), file)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -14,7 +14,7 @@ from medusa_jax.files.layouts.heads_io import check_base
 from medusa_jax.files.layouts.layout import Export
 from medusa_jax.files.layouts.model_card import model_card
 from medusa_jax.files.layouts.registry import layout_of
-from medusa_jax.tree.files import load_tree_file
+from medusa_jax.tree.files import TreeFile
 from medusa_jax.whole_files import replacing, write_text
 
 
@@ -43,7 +43,7 @@ def convert(export: Export, target: str, out: str, allow_other_base: bool = Fals
     if layout is None or reason:
         raise UserError(f"{stored.source}: {reason}")
     file = os.path.join(stored.directory, "tree.json")
-    tree = load_tree_file(file) if os.path.isfile(file) else {}
+    tree = TreeFile.read(file).content if os.path.isfile(file) else {}
     name = os.path.basename(os.path.normpath(out))
     card = model_card(export, layout.loading, name, tree)
     with replacing(out) as folder:

@@ -18,7 +18,7 @@ from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree.files import load_tree_file
+from medusa_jax.tree.files import TreeFile
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +61,13 @@ def test_other_heads_do_not_keep_what_was_measured(base, tmp_path, capsys):
     fitted = {"choices": [[0]], "evidence": {"ladder": [], "positions": 9}}
     (tmp_path / "tree.json").write_text(json.dumps(fitted))
     save(tmp_path, base, heads, params)
-    assert certificate.exists() and load_tree_file(tmp_path / "tree.json")["evidence"]
+    assert certificate.exists()
+    assert TreeFile.read(tmp_path / "tree.json").content["evidence"]
     other = jax.tree.map(lambda x: x + 1, params)
     save(tmp_path, base, heads, other)
     assert not certificate.parent.exists()
     assert json.loads((tmp_path / "tree.json").read_text()) == {"choices": [[0]]}
-    assert load_tree_file(tmp_path / "tree.json")["choices"] == [[0]]
+    assert TreeFile.read(tmp_path / "tree.json").content["choices"] == [[0]]
     assert "its tree is kept, without figures" in capsys.readouterr().err
     (tmp_path / "tree.json").write_text("[[0]]")
     save(tmp_path, base, heads, params)
