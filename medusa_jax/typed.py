@@ -22,7 +22,7 @@ WRONG = (TypeError, ValueError, OverflowError)
 def as_type(value: Any, kind: Any) -> Any:
     """A value as an annotated type, with Python's own numbers and tuples for sequences.
 
-    One text stands for a tuple with it, a mapping for its pairs; its keys may be text, as in JSON.
+    A string is read as a tuple of one, a mapping as its pairs; keys that are numbers may be strings, as in JSON.
 
     Raises:
       TypeError, ValueError, OverflowError: it has another type.

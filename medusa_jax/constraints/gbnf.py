@@ -49,7 +49,7 @@ def lark_of(text: str, tokens: Mapping[str, int] = {}, ends: Sequence[int] = ())
     """Return the Lark grammar with the language of a GBNF grammar.
 
     In GBNF every split of a text into rules counts, but llguidance's terminals take their longest match.
-    Therefore a grammar without recursion becomes one terminal, and otherwise, and beside tokens, each character is one.
+    A grammar without recursion therefore becomes one terminal. With recursion or tokens, every character is a terminal.
 
     Args:
       tokens: by their text in angle brackets, such as "<think>".

@@ -1,4 +1,4 @@
-"""Terminals of a Lark grammar that never end, because what must follow also goes on with their longest match.
+"""Find terminals of a Lark grammar whose longest match takes what must follow them, so that an answer never ends.
 
 Runs in the child process of `child.py`, which does not import the package.
 """

@@ -36,7 +36,8 @@ class ChunkClock:
         self.steps: int | None = None
         self._began: float = np.nan
         self._steps_N = np.zeros(len(sizes), np.int32)
-        # Whether each chunk that was sent and not seen was timed; the choice after the last one that was not.
+        # Of each chunk that was sent and has not been read: whether it was timed. And the gate's choice after the last
+        # chunk that was not.
         self._timed = deque([False])
         self._choice: dict[str, np.ndarray] = {"rest_1": np.zeros(1, np.int32)}
 
@@ -61,7 +62,7 @@ class ChunkClock:
         return gate.replace(ratio_N=ratio_N, **choice)
 
     def see(self, progress: Progress) -> None:
-        """Wait for the end of the chunk before the last one that was sent, and learn from it."""
+        """Wait until the chunk before the last one that was sent has ended, and note its time."""
         assert progress.gate is not None
         began = time.perf_counter()
         steps_N, now = np.asarray(progress.gate.steps_N), time.perf_counter()

@@ -9,7 +9,7 @@ from jax import lax
 
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.masks import CausalMask
-from medusa_jax.model.texts import Part, blocks_part, rows_part
+from medusa_jax.model.running_softmax import PartialAttention, blocks_part, rows_part
 
 # Most parallel partial sums of `row_sum`; a power of two.
 LANES = 512
@@ -38,7 +38,7 @@ class CpuKernels(Kernels):
 
     def text_part(
         self, q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
-    ) -> Part:
+    ) -> PartialAttention:
         """One row at a time, so that its scores fit the CPU's cache. On several devices a loop over rows
         would gather them all on each."""
         mesh = jax.sharding.get_abstract_mesh()
@@ -47,7 +47,7 @@ class CpuKernels(Kernels):
 
     def prompt_part(
         self, q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
-    ) -> Part:
+    ) -> PartialAttention:
         """By blocks of queries."""
         return blocks_part(q_BGTRH, k_BGTH, v_BGTH, mask)
 

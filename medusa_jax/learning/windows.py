@@ -20,10 +20,12 @@ from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import Params
 from medusa_jax.tree.growth import TextRanks
 
-# Tokens of a window, most of them that only precede what it teaches, and tokens that the backbone reads at a time. With
-# half of the context, drafters with attention learn two thirds as much (research/log/2026-11_smollm2.md). A unit of work
-# takes at most 0.4 s of one core with SmolLM2, the gradient of a window.
-WIDTH, CONTEXT, PIECE = 256, 128, 32
+# Tokens of a window, and at most how many of them are context without a loss. With half of the context, drafters with
+# attention learn two thirds as much (research/log/2026-11_smollm2.md). The largest unit of work is the gradient of a
+# window: at most 0.4 s of one core with SmolLM2.
+WIDTH, CONTEXT = 256, 128
+# Tokens that the backbone reads at a time.
+PIECE = 32
 
 
 class Window(NamedTuple):

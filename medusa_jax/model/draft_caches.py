@@ -8,7 +8,7 @@ from medusa_jax.model.cache import Pair
 from medusa_jax.model.grouped import flat, group_queries
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.masks import CausalMask, Mask
-from medusa_jax.model.texts import Part, attend_part, merge_parts
+from medusa_jax.model.running_softmax import PartialAttention, attend_part, merge_parts
 
 
 class DraftCache(struct.PyTreeNode):
@@ -53,7 +53,7 @@ class LevelCache(DraftCache):
             score = (
                 jnp.sum(q_BGTRH.astype(dtype) * k, -1, keepdims=True) * k.shape[-1] ** -0.5
             )
-            part = merge_parts(part, Part(v, score))
+            part = merge_parts(part, PartialAttention(v, score))
         return flat(part.out_BGTRH.astype(q_BTNH.dtype)), self.replace(levels=levels)
 
 

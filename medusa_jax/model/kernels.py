@@ -31,8 +31,13 @@ from medusa_jax.model.masks import (
 )
 from medusa_jax.model.product import at_least_f32, product
 from medusa_jax.model.rope import rotate
+from medusa_jax.model.running_softmax import (
+    PartialAttention,
+    attend_cached,
+    attend_part,
+    blocks_part,
+)
 from medusa_jax.model.stored import Kernel, Storage, Stored
-from medusa_jax.model.texts import Part, attend_cached, attend_part, blocks_part
 from medusa_jax.sharding import Params
 
 
@@ -82,7 +87,7 @@ class Kernels:
 
     def text_part(
         self, q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
-    ) -> Part:
+    ) -> PartialAttention:
         """Attention of whole rows over themselves, to be merged with other keys."""
         return blocks_part(q_BGTRH, k_BGTH, v_BGTH, mask)
 
@@ -100,7 +105,7 @@ class Kernels:
 
     def prompt_part(
         self, q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
-    ) -> Part:
+    ) -> PartialAttention:
         """Attention of a piece of a prompt over itself, all at once: loops over blocks cost more."""
         T = q_BGTRH.shape[2]
         return attend_part(q_BGTRH, k_BGTH, v_BGTH, mask.visible(0, T, 0, T))

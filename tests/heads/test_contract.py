@@ -310,7 +310,7 @@ def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypat
     engine = dataclasses.replace(engine, llama=llama, **more)
     whole = prefilled(engine, variables, monkeypatch, 32)
     monkeypatch.setattr(model.masks, "MAX_MASKED", 4)  # pieces of eight tokens are long
-    monkeypatch.setattr(model.texts, "SLOTS", 8)
+    monkeypatch.setattr(model.running_softmax, "SLOTS", 8)
     pieces = prefilled(engine, variables, monkeypatch, 8)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), pieces, whole)
     assert len(set(pieces.root_B.tolist())) > 1

@@ -1,9 +1,9 @@
 """Time of a step by the number of rows and the nodes of the tree, measured while text is decoded.
 
 It depends on what else the machine is doing, so it is measured on chunks whose steps all take one size of the tree.
-Streams of a gated engine (`gate.py`, `chunk_clock.py`) and servers (`serving/ladder.py`) choose sizes by it. A size that was
-not timed lately is taken for one chunk. Later processes go on with a note of the times, so that short texts need not
-time sizes anew.
+Streams of a gated engine (`gate.py`, `chunk_clock.py`) and servers (`serving/ladder.py`) choose sizes by it. A size
+whose time is old is taken for one chunk, which times it again. The times are noted for later processes, so that short
+texts need not measure them.
 """
 
 from collections import deque

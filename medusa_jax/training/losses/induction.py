@@ -20,7 +20,7 @@ from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.grouped import group_queries
 from medusa_jax.model.masks import CausalMask
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.texts import BLOCK, block, scores, whole_blocks
+from medusa_jax.model.running_softmax import BLOCK, block, scores, whole_blocks
 from medusa_jax.sharding import Params
 from medusa_jax.training.losses.pairs import Batch, pair_mask
 

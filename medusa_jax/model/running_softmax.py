@@ -24,7 +24,7 @@ SLOTS = 512
 SPANS = 4
 
 
-class Part(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention of queries over some of their keys; all in float32 or wider.
 
     Attributes:
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 def attend_part(
     q_BGTRH: jax.Array, k_BGSH: jax.Array, v_BGSH: jax.Array, visible_BTS: jax.Array
-) -> Part:
+) -> PartialAttention:
     """Attention of T queries over S keys; the R queries of a group share its keys.
 
     Division by the sum of the weights comes after the product with the values, the smaller array.
@@ -49,7 +49,7 @@ def attend_part(
     weight = jnp.exp(score - top)
     total = jnp.sum(weight, axis=-1, keepdims=True)
     out = dot(fold_queries(weight.astype(dtype)), v_BGSH.astype(dtype), 2)
-    return Part(out.reshape(q_BGTRH.shape) / total, top + jnp.log(total))
+    return PartialAttention(out.reshape(q_BGTRH.shape) / total, top + jnp.log(total))
 
 
 def scores(q_BGTRH: jax.Array, k_BGSH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
@@ -60,20 +60,20 @@ def scores(q_BGTRH: jax.Array, k_BGSH: jax.Array, visible_BTS: jax.Array) -> jax
     return jnp.where(visible_BTS[:, None, :, None, :], score, jnp.finfo(score.dtype).min)
 
 
-def merge_parts(a: Part, b: Part) -> Part:
+def merge_parts(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     """Attention over the keys of both; every query must see a key of a."""
     norm = jnp.logaddexp(a.norm_BGTR1, b.norm_BGTR1)
     share_a, share_b = jnp.exp(a.norm_BGTR1 - norm), jnp.exp(b.norm_BGTR1 - norm)
-    return Part(a.out_BGTRH * share_a + b.out_BGTRH * share_b, norm)
+    return PartialAttention(a.out_BGTRH * share_a + b.out_BGTRH * share_b, norm)
 
 
 def rows_part(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
-) -> Part:
+) -> PartialAttention:
     """Attend like `blocks_part`, one row at a time."""
 
     @jax.checkpoint
-    def row(row_arrays: tuple[PyTree, ...]) -> Part:
+    def row(row_arrays: tuple[PyTree, ...]) -> PartialAttention:
         part = blocks_part(*jax.tree.map(lambda x: x[None], row_arrays))
         return jax.tree.map(lambda x: x[0], part)
 
@@ -82,7 +82,7 @@ def rows_part(
 
 def blocks_part(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
-) -> Part:
+) -> PartialAttention:
     """Attention of a text over itself, by blocks of queries.
 
     The backward pass recomputes a block's scores, so memory grows linearly with the text.
@@ -92,12 +92,12 @@ def blocks_part(
     n_blocks = q_BGTRH.shape[2] // BLOCK
     ends = sorted({-(-n_blocks * i // SPANS) for i in range(SPANS + 1)})
 
-    def span(begin: int, end: int) -> Part:
+    def span(begin: int, end: int) -> PartialAttention:
         first = max(0, begin * BLOCK - mask.window + 1) if mask.window else 0
         keys, values = (x[:, :, first : end * BLOCK] for x in (k_BGTH, v_BGTH))
 
         @jax.checkpoint
-        def one(i: jax.Array) -> Part:
+        def one(i: jax.Array) -> PartialAttention:
             visible_BQS = mask.visible(i * BLOCK, BLOCK, first, keys.shape[2])
             return attend_part(block(q_BGTRH, i), keys, values, visible_BQS)
 
@@ -109,7 +109,11 @@ def blocks_part(
 
 
 def attend_cached(
-    q_BGTRH: jax.Array, new_part: Part, cache: Pair, start_B: jax.Array, window: int
+    q_BGTRH: jax.Array,
+    new_part: PartialAttention,
+    cache: Pair,
+    start_B: jax.Array,
+    window: int,
 ) -> jax.Array:
     """Attention of T consecutive tokens over themselves and a cached text before them.
 
@@ -126,7 +130,7 @@ def attend_cached(
     T, S = q_BGTRH.shape[2], cache[0].shape[2]
     size = min(SLOTS, S)
 
-    def with_block(i: jax.Array, part: Part) -> Part:
+    def with_block(i: jax.Array, part: PartialAttention) -> PartialAttention:
         first = jnp.minimum(i * size, S - size)  # the last block may overlap the one before
         k_BGSH, v_BGSH = (lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in cache)
         slot_S = first + jnp.arange(size)
