@@ -259,14 +259,8 @@ class Batch:
             )
         return state, inputs.progress
 
-    def compile(
-        self, group: Group, n_rows: int, slots: int, nodes: int | None = None
-    ) -> None:
-        """Run once all programs that a group needs at this size; the rows' texts are lost.
-
-        Args:
-          nodes: as for `run`.
-        """
+    def compile(self, group: Group, n_rows: int, slots: int, nodes: int | None) -> None:
+        """Run once all programs that a group needs at this size; the rows' texts are lost."""
         self.restart()
         self.resize(n_rows, slots)
         # The shortest prompts that begin with a piece of each size.

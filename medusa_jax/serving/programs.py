@@ -28,11 +28,7 @@ NICE = 10
 
 
 class Programs(NamedTuple):
-    """The programs of a group of requests at one size of the batch.
-
-    Attributes:
-      nodes: of the tree of their steps; None is the tree for the number of rows.
-    """
+    """The programs of a group of requests at one size of the batch; without `nodes`, their tree is that for the rows."""
 
     group: Group
     rows: int
