@@ -25,6 +25,7 @@ from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import Terminated, UserError
 from medusa_jax.files.json_files import read_json
+from medusa_jax.files.not_replaced import refuse_model
 from medusa_jax.progress import duration
 from medusa_jax.whole_files import Json, read_text, write_json, write_text
 
@@ -95,6 +96,7 @@ def run(flags: Flags) -> int:
     """Plan, then do the parts that are not done yet."""
     from medusa_jax import hosts
 
+    refuse_model(flags.out, "--out")
     out = Path(flags.out)
     with hosts.locked(out), next_command.silent():
         plan = plan_of(flags, out)
@@ -152,6 +154,10 @@ def check_engines(flags: Flags, out: Path) -> None:
     base = BaseFiles.open(find_model(flags.model))
     unbound = flags.start and not (out / "start").exists()
     stored = find_heads(flags.model, flags.start or "none") if unbound else None
+    if unbound and not stored:
+        raise UserError(
+            f"--start {flags.start} has no heads: leave it out to train new ones"
+        )
     heads = stored.fitted(base).heads if stored else recipe(flags, out).heads
     if flags.drafter not in (None, heads.drafter):
         raise UserError(f"--start has {heads.drafter} heads: leave out --drafter")
