@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import get_type_hints
 
 from medusa_jax.arch import LlamaConfig
@@ -104,9 +104,13 @@ def like_llama(file: str, layers: LlamaConfig) -> LlamaConfig:
     """Layers of draft heads, as their file describes them.
 
     Raises:
-      UserError: they are not like Llama's.
+      UserError: they are not like Llama's, or have a window.
     """
-    if replace(layers, sliding_window=0, window_layers=()) != layers.llama_layers():
+    if window := layers.sliding_window:
+        raise UserError(
+            f"{file}: draft heads with a window (sliding_window {window}) are not supported"
+        )
+    if layers != layers.llama_layers():
         raise UserError(f"{file}: draft heads with layers unlike Llama's are not supported")
     return layers
 

@@ -119,8 +119,6 @@ class Eagle3Files(Layout):
         config_fields = Fields(
             file, {name: x for name, x in fields.items() if x is not None}
         )
-        if "sliding_attention" in config_fields.items("layer_types", str, []):
-            raise UserError(f"{file}: EAGLE-3 with sliding attention is not supported")
         shape, sizes = shape_of(layer)
         ids = take_ids(source, tensors, layer.vocab_size, (LM_HEAD,))
         outputs = layer.vocab_size if ids is None else len(ids)

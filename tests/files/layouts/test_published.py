@@ -294,6 +294,8 @@ TAPPED = "eagle_aux_hidden_state_layer_ids"
         ("eagle3", "fc_norm should be bool, not 1", {"fc_norm": 1}, {}),
         ("eagle3", r"\[3, 9, 20\] are not the layers of", {TAPPED: [3, 9, 20]}, {}),
         ("eagle3", "'sliding_attention'", {"layer_types": ["sliding_attention"]}, {}),
+        *((kind, rf"a window \(sliding_window {x or 4096}\) are", {"model_type": "mistral", "sliding_window": x or ...}, {})
+          for kind in ("eagle", "eagle3") for x in (8, 0)),
         ("eagle3", "layers of qwen3 are not supported", {"model_type": "qwen3"}, {}),
         *((kind, "unlike Llama's", {"model_type": name}, {}) for kind in ("eagle", "eagle3") for name in ("granite", "olmo2")),
         ("eagle3", "'d2t' is missing", {}, {"d2t": None}),
