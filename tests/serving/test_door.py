@@ -240,12 +240,18 @@ COMPLETIONS = [
     ({"guided_regex": "(a"}, "invalid regex"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "one constraint"),
     ({"guided_jsn": {}}, "did you mean 'guided_json'"),
+    ({"length_penalti": 2}, "did you mean 'repeat_penalty'"),
+    ({"messages": []}, "unknown field 'messages': it is one of /v1/chat/completions"),
+    ({"tools": []}, "'tools': it is one of /v1/chat/completions"),
+    ({"input_prefix": "a"}, "'input_prefix': it is one of /infill"),
     ({"structured_outputs": {"whitespace_pattern": "x"}}, "not supported"),
 ]
 # fmt: off
 CHATS = [
     ({"top_logprobs": 2}, "top_logprobs:"),
     ({"messages": []}, "messages:"),
+    ({"prompt": "x"}, "unknown field 'prompt': it is one of /v1/completions"),
+    ({"input": "x"}, "unknown field 'input': it is one of /v1/responses"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
     ({"continue_final_message": True}, "needs a last turn of the assistant"),
     *(({"messages": [turn]}, about) for turn, about in [

@@ -105,6 +105,13 @@ def test_schemas_by_the_names_of_other_servers(client, fields):
     assert Pet.model_validate_json(ask(client, **fields).choices[0].message.content)
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_completion_has_a_response_format(client, kind):
+    form = {"response_format": {"type": kind, "schema": SCHEMA}}
+    asked = {"model": NAME, "prompt": "in", "max_tokens": 90, "extra_body": form}
+    assert Pet.model_validate_json(client.completions.create(**asked).choices[0].text)
+
+
 OWN = {"presence_penalty": 0.5, "frequency_penalty": 1.5, "repetition_penalty": 1.3}
 
 

@@ -11,7 +11,7 @@ from medusa_jax.api.prompts import ending_middles, ending_turns
 from medusa_jax.serving.echo import MOST_BEST
 from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError
 from medusa_jax.serving.http.messages import content_of, read_messages
-from medusa_jax.serving.http.options import limit_of, options_of, response_format
+from medusa_jax.serving.http.options import limit_of, options_of
 from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Lines, Request
 from medusa_jax.text.chat import PLAIN, SPECIALS, encode_turns, template_source
@@ -129,7 +129,7 @@ def chat_call(
     """
     fields = BodyFields(body, {**NEUTRAL, "add_special_tokens": (False,)})
     limit = limit_of(fields, most_new)
-    options = options_of(fields, name, model, limit, response_format(fields))
+    options = options_of(fields, name, model, limit)
     best = fields.whole("top_logprobs", 0, 0, MOST_BEST)
     if fields.flag("logprobs"):
         options = dataclasses.replace(options, logprobs=best)

@@ -52,6 +52,18 @@ NEUTRAL: Values = {
     )
     for name in str(names).split()
 }
+# Fields of one endpoint that a client may send to another.
+ELSEWHERE = {
+    name: path
+    for path, names in (
+        ("/v1/completions", "prompt"),
+        ("/v1/chat/completions", "chat_template_kwargs messages tool_choice tools"),
+        ("/v1/chat/completions", "parallel_tool_calls top_logprobs"),
+        ("/v1/responses", "input instructions max_output_tokens"),
+        ("/infill", "input_extra input_prefix input_suffix"),
+    )
+    for name in names.split()
+}
 
 
 class HttpError(Exception):
@@ -188,7 +200,9 @@ class BodyFields:
             if name in self._read or value is None:
                 continue
             if name not in self._neutral:
-                hint = did_you_mean(name, {*self._read, *self._neutral})
+                hint = did_you_mean(name, self._read)
+                if not self._where and name in ELSEWHERE:
+                    hint = f": it is one of {ELSEWHERE[name]}"
                 message = f"unknown field {name!r}{self._place}{hint}"
                 raise HttpError(400, message, name, "unknown_field")
             kinds = [isinstance(x, bool) for x in self._neutral[name] if x == value]

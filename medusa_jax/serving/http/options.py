@@ -53,15 +53,8 @@ def lists_sampler(fields: BodyFields, name: str, letter: str) -> bool:
     return name in listed or letter in listed
 
 
-def options_of(
-    fields: BodyFields, name: str, model: Model, limit: int, constraint: Form | None = None
-) -> Options:
-    """Read the options of both endpoints.
-
-    Args:
-      limit: maximum number of new tokens.
-      constraint: the constraint in `response_format`.
-    """
+def options_of(fields: BodyFields, name: str, model: Model, limit: int) -> Options:
+    """Read the options of both endpoints; `limit` is the maximum number of new tokens."""
     asked = fields.text("model") or name  # llama.vim sends ""
     if asked != name:
         raise HttpError(
@@ -78,7 +71,7 @@ def options_of(
         "seed": secrets.randbits(32) if seed in (None, -1) else seed % 2**32,
         "stop": _stops(fields),
         "logit_bias": _biases(fields, model.tokenizer),
-        "constraint": _constraint(fields, constraint),
+        "constraint": _constraint(fields),
     }
     for sampler, letter in SAMPLERS.items():
         if not lists_sampler(fields, sampler, letter):
@@ -116,16 +109,13 @@ def _biases(fields: BodyFields, tokenizer: Tokenizer) -> tuple[tuple[int, float]
     return biases
 
 
-def _constraint(fields: BodyFields, tools: Form | None) -> Constraint | None:
-    """Read vLLM's constraints.
-
-    Args:
-      tools: name and value of a constraint already read.
+def _constraint(fields: BodyFields) -> Constraint | None:
+    """Read OpenAI's and vLLM's constraints.
 
     Raises:
       HttpError: a constraint that cannot be served, or two of them.
     """
-    forms = [tools] if tools else []
+    forms = [form for form in [_response_format(fields)] if form]
     for name, kind in GUIDED.items():
         value = fields.take(f"guided_{name}", ANYTHING, "a constraint", None)
         if value is not None:
@@ -144,7 +134,7 @@ def _constraint(fields: BodyFields, tools: Form | None) -> Constraint | None:
     return None
 
 
-def response_format(fields: BodyFields) -> Form | None:
+def _response_format(fields: BodyFields) -> Form | None:
     """Read OpenAI's forms; also a `schema` next to the type, as llama.cpp and Together have it."""
     name = "response_format"
     schema_format = fields.inside(name)
