@@ -1,34 +1,42 @@
 """Compile for a call: first what reads its prompts, then its steps."""
 
 import time
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Callable
+from typing import Any
 
 
 class Compiling:
     """Compiles the programs of a call when they are needed.
 
     Args:
-      stages: compiles for the prompts before the first value, for the steps before the second; no values if all is compiled.
+      warm_up: compiles for the prompts, and returns what compiles for the steps; None if all is compiled.
+      done: called when all is compiled.
 
     Attributes:
       seconds: spent so far.
     """
 
-    def __init__(self, stages: Iterable[None] = ()) -> None:
-        self._stages = iter(stages)
-        self.seconds = 0.0
+    def __init__(self, warm_up: Any = None, done: Callable[[], None] | None = None) -> None:
+        self._warm_up, self._done, self.seconds = warm_up, done, 0.0
+        self._steps: Any = None
 
     def prompts(self) -> bool:
-        """Compile what reads the prompts; False if all was compiled already."""
-        return self._compile(1)
+        """Compile what reads the prompts; False if all is compiled."""
+        if self._warm_up:
+            self._steps = self._timed(self._warm_up)
+            self._warm_up = None
+        return self._steps is not None
 
-    def steps(self) -> bool:
-        """Compile the rest; False if nothing was left."""
-        return self._compile(None)
+    def steps(self) -> None:
+        """Compile the rest."""
+        if self.prompts():
+            self._timed(self._steps)
+            self._steps = None  # frees its state
+            if self._done:
+                self._done()
 
-    def _compile(self, n_stages: int | None) -> bool:
+    def _timed(self, stage: Any) -> Any:
         start = time.perf_counter()
-        if worked := bool(list(islice(self._stages, n_stages))):
-            self.seconds += time.perf_counter() - start
-        return worked
+        result = stage()
+        self.seconds += time.perf_counter() - start
+        return result

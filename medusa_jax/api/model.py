@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, overload
 
 import jax
@@ -17,13 +17,7 @@ from medusa_jax.api.text_stream import Chunk, OnEnd, OnTokens, TextStream, strea
 from medusa_jax.api.tree_choice import drafted_by
 from medusa_jax.decoding import generation
 from medusa_jax.decoding.penalties import any_penalties
-from medusa_jax.decoding.request import (
-    MIN_PROMPT,
-    DecodeRequest,
-    output_slots,
-    power_of_two,
-    successive_sizes,
-)
+from medusa_jax.decoding.request import DecodeRequest, sizes_of
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
@@ -49,35 +43,22 @@ class Model(LoadedModel):
 
     def _shape(self, engine: Engine, request: DecodeRequest) -> tuple[object, ...]:
         """What decides which program a request runs."""
-        prompt_length = max(map(len, request.prompts))
-        text_length = max(len(p) + n for p, n in zip(request.prompts, request.limits))
-        needed = text_length + engine.free_slots
-        return (
-            engine,
-            len(request.prompts),
-            power_of_two(prompt_length, MIN_PROMPT),
-            output_slots(engine, max(request.limits)),
-            pack_stops(request.stops or ()).shape,
-            (any_penalties(request.penalties), request.guides is None),
-            *successive_sizes(engine, prompt_length, needed),
-        )
+        stops = pack_stops(request.stops or ()).shape
+        present = any_penalties(request.penalties), request.guides is None
+        return engine, len(request.prompts), *sizes_of(engine, request), stops, *present
 
     def _compiling(self, engine: Engine, request: DecodeRequest) -> Compiling:
         """Compiles the programs of a request, unless they are compiled already."""
-        return Compiling(self._stages(engine, request))
-
-    def _stages(self, engine: Engine, request: DecodeRequest) -> Iterator[None]:
         shape = self._shape(engine, request)
         if shape in self._warm:
-            return
-        variables = self.variables_by(engine.acceptance)
-        if request.guides is None:
-            yield from generation.warm_up(engine, variables, request)
-        else:
+            return Compiling()
+        warm_up = generation.warm_up
+        if request.guides is not None:
             from medusa_jax.decoding import constrained
 
-            yield from constrained.warm_up(engine, variables, request)
-        self._warm.add(shape)
+            warm_up = constrained.warm_up
+        given = engine, self.variables_by(engine.acceptance), request
+        return Compiling(partial(warm_up, *given), partial(self._warm.add, shape))
 
     @checked_arguments(OPTIONS, types=False)
     def compile(

@@ -13,18 +13,17 @@ host, `stream` runs a loop of steps there (`host_step.py`). A server dispatches 
 other.
 """
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from medusa_jax.constraints.guide import Guide
 from medusa_jax.constraints.host_work import RowWork, Workers
 from medusa_jax.decoding import generation
-from medusa_jax.decoding.generation import RowCache, begin, end_rows, end_wanted, grow
+from medusa_jax.decoding.generation import RowCache, begin, end_wanted, grow
 from medusa_jax.decoding.host_step import HostInputs, constrained_step, next_inputs
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
@@ -230,21 +229,15 @@ def stream_steps(
             return
 
 
-def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterator[None]:
+def warm_up(
+    engine: Engine, variables: Params, request: DecodeRequest
+) -> Callable[[], None]:
     """Compile like `generation.warm_up`, for requests with guides."""
     if calls_host(engine):
         request = replace(request, host=HostFunction(answer))
-        yield from generation.warm_up(engine, variables, request)
-        return
-    state, cache_sizes = begin(engine, variables, request)
-    yield
-    end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
-    for slots in cache_sizes:
-        if slots > cache_sizes[0]:
-            state = grow(engine.depth_only, slots, state)
-        state, _ = step_sizes(engine, variables, state)
-    jax.block_until_ready(state)
-    yield
+        return generation.warm_up(engine, variables, request)
+    steps = partial(step_sizes, engine, variables)
+    return partial(generation.run_sizes, engine, steps, *begin(engine, variables, request))
 
 
 def step_sizes(

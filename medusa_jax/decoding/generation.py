@@ -6,8 +6,9 @@ inside a loop: it dispatches the next loop before it reads the previous one's re
 """
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -211,11 +212,14 @@ def prepare_steps(
     return kept
 
 
-def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterator[None]:
+def warm_up(
+    engine: Engine, variables: Params, request: DecodeRequest
+) -> Callable[[], None]:
     """Compile what `finish` or `stream` will run for this request.
 
-    It yields twice: when the prompt can be read, and when steps can be taken. Where programs are not kept for later
-    starts, it reads the prompts once and takes no decode step.
+    Where programs are not kept for later starts, it reads the prompts once and takes no decode step.
+
+    Returns: a function that returns when steps can be taken. The prompts can be read at once.
     """
     (first, *larger), prompts = prompt_arrays(engine, request)
     if begun := prefill.prepare(engine.depth_only, first, variables, prompts):
@@ -224,17 +228,21 @@ def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> Iterat
         # Another thread traces the steps: the prompt is read as soon as its own programs are compiled.
         steps = tracing.submit(prepare_steps, engine, variables, state, larger)
         wait_for([begun, shown])
-        yield
-        wait_for(steps.result())
-        yield
-        return
-    state, cache_sizes = begin(engine, variables, request)
-    copied_progress(engine.depth_only, state)
-    yield
-    end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
-    for slots in cache_sizes:
-        if slots > cache_sizes[0]:
+        return lambda: wait_for(steps.result())
+    begun = begin(engine, variables, request)
+    copied_progress(engine.depth_only, begun[0])
+
+    def no_step(state: DecodeState) -> tuple[DecodeState, Progress]:
+        return decode_loop(engine, variables, state, np.int32(0))
+
+    return partial(run_sizes, engine, no_step, *begun)
+
+
+def run_sizes(engine: Engine, steps: Any, state: DecodeState, sizes: list[int]) -> None:
+    """Run what ends rows, what grows the cache, and `steps` with each of its sizes. Consumes the state."""
+    end_rows(engine.depth_only, state.status_B, np.zeros(len(state.status_B), bool))
+    for slots in sizes:
+        if slots > sizes[0]:
             state = grow(engine.depth_only, slots, state)
-        state, _ = decode_loop(engine, variables, state, np.int32(0))
+        state, _ = steps(state)
     jax.block_until_ready(state)
-    yield

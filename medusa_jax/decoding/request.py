@@ -104,22 +104,28 @@ def row_options(
     return RowOptions(sampling, per_row(request.limits, 0, np.int32), stop_BQW)
 
 
+def sizes_of(engine: Engine, request: DecodeRequest) -> tuple[int, ...]:
+    """Tokens of a request's padded prompts, slots for new tokens, and successive cache sizes."""
+    lengths = [len(prompt) for prompt in request.prompts]
+    needed = max(map(sum, zip(lengths, request.limits))) + engine.free_slots
+    cache_sizes = successive_sizes(engine, max(lengths), needed)
+    T = min(power_of_two(max(lengths), MIN_PROMPT), cache_sizes[0])
+    return T, output_slots(engine, max(request.limits)), *cache_sizes
+
+
 def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], PromptArrays]:
     """Successive cache sizes of a request, and its arrays for `prefill` with the first size."""
+    T, outputs, *cache_sizes = sizes_of(engine, request)
     B = len(request.prompts)
     lengths: Any = np.array([len(p) for p in request.prompts], np.int32)
     options = row_options(request, engine.llama.config.vocab_size)
-    limits: Any = options.limit_B
-    if lengths.min() < 1 or limits.min() < 1:
+    if lengths.min() < 1 or min(request.limits) < 1:
         raise ValueError("every row needs a prompt of at least one token and a limit >= 1")
-    needed = int((lengths + limits).max()) + engine.free_slots
-    cache_sizes = successive_sizes(engine, int(lengths.max()), needed)
-    T = min(power_of_two(int(lengths.max()), MIN_PROMPT), cache_sizes[0])
     prompt_BT: Any = np.zeros((B, T), np.int32)
     for row, prompt in enumerate(request.prompts):
         prompt_BT[row, : len(prompt)] = prompt
 
-    output: Any = np.zeros((B, output_slots(engine, int(limits.max()))), np.int32)
+    output: Any = np.zeros((B, outputs), np.int32)
     prompts = PromptArrays(
         prompt_BT=prompt_BT, prompt_length_B=lengths, options=options, output_BO=output
     )

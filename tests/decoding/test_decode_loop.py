@@ -227,7 +227,7 @@ def test_warming_up_compiles_all():
     )
     for program in programs[2:]:  # small ones, which other tests have compiled
         program.clear_cache()
-    list(generation.warm_up(engine, variables, request))
+    generation.warm_up(engine, variables, request)()
     before = [program._cache_size() for program in programs]
     progress = decoded(engine, variables, request)
     chunks = streamed(engine, variables, request)
@@ -266,11 +266,11 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
         return prepare_steps(*args)
 
     monkeypatch.setattr(generation, "prepare_steps", prepare_after)
-    ready = []
-    for _ in generation.warm_up(engine, variables, request):
-        ready.append([k.run.done() for k in store.executables.values()])
-        prompt_read.set()
-    assert all(ready[1]) and set(ran) == {"row_keys"}  # no prompt was read
+    wait_for_steps = generation.warm_up(engine, variables, request)
+    prompt_read.set()
+    wait_for_steps()
+    ready = [kept.run.done() for kept in store.executables.values()]
+    assert all(ready) and set(ran) == {"row_keys"}  # no prompt was read
     assert jax.config.jax_enable_compilation_cache == (kept_programs.blocks == [0])
     loops = 1 + traced.count("grow")
     small = ["copied_progress", "end_rows", "prefill", "row_keys"]
@@ -283,7 +283,7 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     [thread.join() for thread in threading.enumerate() if "_write" in thread.name]
     store.executables.clear()  # a later start
     ran.clear()
-    list(generation.warm_up(engine, variables, request))
+    generation.warm_up(engine, variables, request)()
     assert len(traced) == count and ran == ["row_keys"]
 
 
