@@ -31,7 +31,7 @@ class StoredHeads(Source):
       heads: kind and sizes.
       meta: contents of the description next to the weights, {} if none.
       base: width, vocabulary and fingerprint of their backbone, as far as known.
-      bound: what `base` lacks fits no model, else any.
+      bound: an entry that `base` lacks matches no model (True) or any model (False).
       layers: fields of the backbone's shape that decoder layers of the heads depend on, if described.
       ids: token ids of the draft vocabulary; None if the heads score all tokens.
       copied_lm_head: the key of an LM head that may be a copy of the backbone's.
