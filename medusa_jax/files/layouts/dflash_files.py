@@ -15,15 +15,17 @@ import re
 from dataclasses import replace
 from typing import ClassVar
 
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import like_llama, parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import dflash_config, speculators_config
 from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
-from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
+from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout, without_factor
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
+    out_of_order,
     shape_of,
     shared_lm_head,
     take_ids,
@@ -44,6 +46,7 @@ class DFlashFiles(Layout):
     """`model.safetensors` and `config.json` of z-lab and SpecForge, which vLLM and SGLang read."""
 
     name = "dflash"
+    drafters: ClassVar[tuple[str, ...]] = ("dflash", "dspark")
     loading = (
         'vLLM: `speculative_config={{"method": "{drafter}", "model": "{out}", '
         '"num_speculative_tokens": {heads}}}`; SGLang: `--speculative-algorithm {DRAFTER} '
@@ -52,6 +55,21 @@ class DFlashFiles(Layout):
     )
     # DeepSpec draws embedding and LM head at random if a file lacks them.
     copies: ClassVar[bool] = True
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """DFlash or DSpark as published, with the backbone's LM head."""
+        assert isinstance(heads, DFlashConfig)
+        if heads.draft_vocab:
+            return f"--to dflash scores all tokens, not the {heads.draft_vocab} of heads.draft_vocab"
+        if heads.lm_head != "shared":
+            return f"--to dflash scores by the model's LM head, not by {heads.lm_head!r}"
+        if heads.markov_rank and not heads.root_guesses:
+            return (
+                "--to dflash cannot say that DSpark's root does not guess: --to speculators"
+            )
+        if heads.window and heads.window_at_root:
+            return "--to dflash counts windows from each slot, these are from the root: --to speculators"
+        return out_of_order(heads, llama) or without_factor("vLLM, by --to dflash,", llama)
 
     def fits(self, tensors: Tensors) -> bool:
         keys = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
@@ -161,7 +179,17 @@ class SpeculatorsDFlash(DFlashFiles):
     """`model.safetensors` and `config.json` of speculators, which vLLM reads, too."""
 
     name = "speculators"
+    draft_vocab = True
     loading = speculators_config.LOADING
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """Any but low-rank LM heads, windows from each slot and causal layers without a window."""
+        assert isinstance(heads, DFlashConfig)
+        if heads.lm_head == "low_rank":
+            return "--to speculators cannot store low-rank LM heads"
+        if heads.causal == "all" or (heads.window and not heads.window_at_root):
+            return "in speculators only layers with a window from the root are causal: --to dflash"
+        return out_of_order(heads, llama)
 
     def write(self, export: Export, out: str) -> None:
         """Write them with the backbone's embedding and a copy of a shared LM head."""

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import like_llama, parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
@@ -29,6 +30,8 @@ from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
 from medusa_jax.files.layouts.other_fields import check_others
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
+    drafter_of,
+    out_of_order,
     shape_of,
     shared_lm_head,
     take_ids,
@@ -65,6 +68,7 @@ class Eagle3Files(Layout):
     """`model.safetensors` and `config.json` as SpecForge writes them and vLLM and SGLang read them."""
 
     name = "eagle3"
+    drafters, draft_vocab = ("eagle3",), True
     loading = (
         'vLLM: `speculative_config={{"method": "eagle3", "model": "{out}", '
         '"num_speculative_tokens": 4}}`; SGLang: `--speculative-algorithm EAGLE3 '
@@ -72,6 +76,20 @@ class Eagle3Files(Layout):
     )
     # In the written config.json.
     architecture: ClassVar[str] = "LlamaForCausalLMEagle3"
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """One layer, which reads the streams of the paper."""
+        if heads.n_layers != 1:
+            return f"--to eagle3 holds one layer, not {heads.n_layers}: --to speculators"
+        if (reason := unstorable(heads, llama)) or llama is None:
+            return reason
+        drafter = drafter_of(heads, llama)
+        if drafter.taps == drafter.paper_taps:
+            return ""
+        return (
+            f"--to eagle3 is for the paper's tapped layers {drafter.paper_taps}, not {drafter.taps}, since engines "
+            "do not agree on how it would say others: --to speculators"
+        )
 
     def fits(self, tensors: Tensors) -> bool:
         norms = {f"{stem}hidden_norm.weight" for stem in (_LAYER, _SPECULATORS)}
@@ -161,6 +179,10 @@ class SpeculatorsEagle3(Eagle3Files):
     name = "speculators"
     loading = speculators_config.LOADING
 
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """Any number of layers, which read streams in order."""
+        return unstorable(heads, llama)
+
     def write(self, export: Export, out: str) -> None:
         """Write them with the backbone's embedding."""
         drafter = _drafter(export)
@@ -180,6 +202,14 @@ class SpeculatorsEagle3(Eagle3Files):
         # Without it speculators computes with uninitialised memory (c05b95b looks for NaN there).
         arrays = _arrays(export, _SPECULATORS) | {EMBEDDING_COPY: export.embedding()}
         export.write(out, "model.safetensors", arrays, config)
+
+
+def unstorable(heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+    """The reason why no layout of EAGLE-3 can hold such heads; "" if one can."""
+    assert isinstance(heads, Eagle3Config)
+    if heads.lm_head == "low_rank":
+        return "EAGLE-3 files cannot store low-rank LM heads"
+    return out_of_order(heads, llama)
 
 
 def _locate(path: str, stem: str) -> tuple[str, bool]:

@@ -12,11 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.files.hf_config import ROPE, like_llama, read_config
 from medusa_jax.files.hf_keys import HARMLESS
 from medusa_jax.files.hf_keys import locate as locate_in_llama
 from medusa_jax.files.hf_writer import config_to_hf
-from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
+from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout, without_factor
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.tensor import Tensors
 from medusa_jax.heads.eagle import Eagle, EagleConfig
@@ -31,7 +32,14 @@ class EagleFiles(Layout):
     """The authors' `pytorch_model.bin` and `config.json`."""
 
     name = "eagle"
+    drafters = ("eagle",)
     loading = "`EaModel.from_pretrained` of the authors' code, as its `ea_model_path`"
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """The layout has no key for an LM head."""
+        if heads.lm_head == "shared":
+            return ""
+        return f"EAGLE-1 heads score by the model's LM head, these have LM head {heads.lm_head!r}"
 
     def fits(self, tensors: Tensors) -> bool:
         return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors.keys()
@@ -73,6 +81,11 @@ class EagleForSGLang(EagleFiles):
     name = "sglang"
     loading = "`--speculative-algorithm EAGLE --speculative-draft-model-path {out}`"
 
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """SGLang's layers are those of a Llama or Qwen2."""
+        reason = super().why_not(heads, llama) or _unknown_layers("sglang", llama)
+        return reason or without_factor("sglang", llama)
+
     def write(self, export: Export, out: str) -> None:
         """Write them with SGLang's `architectures`, and the attention's biases as `bias`."""
         arrays, config = _arrays_and_config(export)
@@ -91,6 +104,17 @@ class EagleForVLLM(EagleFiles):
         '"num_speculative_tokens": {heads}}}`'
     )
 
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """vLLM's layers are those of a Llama, without a bias after fc."""
+        assert isinstance(heads, EagleConfig)
+        reason = super().why_not(heads, llama)
+        if not reason and heads.fc_bias:
+            return "vLLM drops the bias after EAGLE's fc without a warning: train with heads.fc_bias=False"
+        reason = reason or _unknown_layers("vllm", llama)
+        if not reason and llama is not None and llama.qkv_bias:
+            return "vLLM's EAGLE-1 has the layers of a Llama, these have q/k/v biases: --to sglang"
+        return reason
+
     def write(self, export: Export, out: str) -> None:
         """Write them with the attention's biases as `bias`."""
         arrays, config = _arrays_and_config(export)
@@ -107,6 +131,13 @@ def locate_in_layers(path: str) -> tuple[str, bool]:
     """A path of layers that draft all depths -> (key, whether it is stored transposed)."""
     key, transposed = locate_in_llama(path.removeprefix("heads_0/"))
     return key.removeprefix("model."), transposed
+
+
+def _unknown_layers(engine: str, llama: LlamaConfig | None) -> str:
+    """Why an engine has no layers like the backbone's; "" if it may have."""
+    if llama is None or not (llama.qk_norm or llama.mlp_bias or llama.out_bias):
+        return ""
+    return f"{engine}'s EAGLE-1 has layers without q/k norms and biases of outputs or MLPs"
 
 
 def _arrays_and_config(export: Export) -> tuple[Arrays, Json]:

@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.files.layouts.registry import layouts_of, limits_of, targets_of
+from medusa_jax.files.layouts.registry import layout_of, layouts_of, targets_of
 from medusa_jax.heads.names import DRAFTERS
 
 _HYDRA = dict.fromkeys(("hydra", "hydrapp"), ("hydra",))
@@ -63,20 +63,18 @@ def why_not(heads: HeadsConfig, target: str, llama: LlamaConfig | None = None) -
     from medusa_jax.heads.registry import whole_config  # which imports JAX
 
     heads = whole_config(heads)
-    limits = limits_of(target, heads.drafter)
-    if limits is None:
-        layouts = layouts_of(target).values()
-        kinds = ", ".join(kind for row in layouts for kind in row.drafters or ())
-        fit = ", ".join(targets_of(heads.drafter))
+    layout, targets = layout_of(target, heads.drafter), targets_of(heads.drafter)
+    if layout is None:
+        kinds, fit = ", ".join(layouts_of(target)), ", ".join(targets)
         return (
             f"--to {target} is for {kinds} heads, not {heads.drafter} (these: --to {fit})"
         )
-    if reason := limits.why_not(heads, llama):
+    if reason := layout.why_not(heads, llama):
         return reason
     # Heads that share the backbone's LM head can score all tokens.
-    if heads.draft_vocab and heads.lm_head != "shared" and not limits.draft_vocab:
-        rows = targets_of(heads.drafter)
-        able = ", ".join(name for name, row in rows.items() if row.draft_vocab)
+    if heads.draft_vocab and heads.lm_head != "shared" and not layout.draft_vocab:
+        layouts = {name: layout_of(name, heads.drafter) for name in targets}
+        able = ", ".join(name for name, row in layouts.items() if row and row.draft_vocab)
         return (
             f"--to {target} cannot name the {heads.draft_vocab} tokens of a draft vocabulary, as only "
             f"--to {able} can (heads.lm_head 'shared' or heads.draft_vocab 0 avoids it)"

@@ -15,10 +15,11 @@ import re
 
 import numpy as np
 
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_keys import HARMLESS
 from medusa_jax.files.hf_keys import locate as locate_in_llama
-from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
+from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout, without_factor
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.tensor import Tensors, read_whole
 from medusa_jax.heads.hydra import HydraConfig
@@ -34,7 +35,22 @@ class HydraFiles(Layout):
     """The authors' `hydra_lm_head.pt` and `config.json`."""
 
     name = "hydra"
+    drafters = ("hydra", "hydrapp")
     loading = "`HydraModel.from_pretrained` of the authors' code"
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """Layers 2 to n are one module in the authors' code, and LM heads are separate."""
+        assert isinstance(heads, HydraConfig)
+        if heads.n_layers > 2 and not heads.tie_layers:
+            return (
+                "Hydra's code runs one layer for layers 2 to n, heads.tie_layers is false"
+            )
+        if heads.lm_head == "shared" or heads.skip == "fixed" or not heads.lm_bias:
+            return (
+                "Hydra's code needs separate LM heads with biases and a learned skip connection, not "
+                f"lm_head {heads.lm_head!r}, lm_bias {heads.lm_bias}, skip {heads.skip!r}"
+            )
+        return without_factor("Hydra's code", llama)
 
     def fits(self, tensors: Tensors) -> bool:
         return any(HYDRA.fullmatch(key) for key in tensors)

@@ -2,7 +2,8 @@
 
 tpu-inference 0.32.0 runs `LlamaForCausalLM` as an EAGLE-3 drafter in JAX, other names in torch or not at all. It
 refuses unknown keys and files without `d2t`. sglang-jax (cddbf6f1; DSpark: 8704afbd) reads the same directory.
-Embedding and LM head of DFlash and DSpark are the model's. `jax_limits.py` has what both ignore.
+Embedding and LM head of DFlash and DSpark are the model's. Both ignore fields that they do not know, without a word,
+so that `why_not` says what the engine computes anyway.
 """
 
 import os
@@ -10,27 +11,71 @@ from typing import ClassVar
 
 import numpy as np
 
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.json_files import optional_json
 from medusa_jax.files.layouts.dflash_files import DFlashFiles
-from medusa_jax.files.layouts.eagle3_files import Eagle3Files
-from medusa_jax.files.layouts.jax_limits import SGLANG, TPU, unknown_model
+from medusa_jax.files.layouts.eagle3_files import Eagle3Files, unstorable
 from medusa_jax.files.layouts.layout import Export, Layout
 from medusa_jax.files.layouts.stored_heads import Arrays
+from medusa_jax.files.layouts.tapped_files import drafter_of
+from medusa_jax.heads.dflash import DFlashConfig
+from medusa_jax.heads.eagle3 import Eagle3Config
+from medusa_jax.heads.tapped import TappedConfig
+
+TPU, SGLANG = "tpu-inference", "sglang-jax"
+# The base by which tpu-inference rotates DFlash's layers.
+THETA = 10.0**6
+# Whether a fault holds, and the reason after the engine's name.
+Faults = list[tuple[object, str]]
 
 
 class _ForTpu(Layout):
-    """Checks the model by its name, where others have the same shape."""
+    """Refuses what the engine misreads, and models whose name it does not know, where others have the same shape."""
 
     name = "tpu_inference"
     loading = "tpu-inference: as for vLLM, with `--speculative-config` and this directory as the model"
     engine: ClassVar[str] = TPU
 
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """The first fault, those of the model last."""
+        for holds, reason in self.faults(heads, llama):
+            if holds:
+                return f"{self.engine} {reason}"
+        if llama is None:
+            return ""
+        assert isinstance(heads, TappedConfig)
+        size, width = heads.head_dim, llama.head_dim
+        if self.engine == TPU and size not in (0, width):
+            return f"{self.engine} pads heads as the model's {width}, not {size}"
+        try:
+            architectures = config_to_hf(llama)["architectures"]
+        except UserError:
+            architectures = []
+        return self.unknown_model(heads.drafter, architectures)
+
+    def faults(self, heads: HeadsConfig, llama: LlamaConfig | None) -> Faults:
+        """What the engine may misread, in the order to tell it."""
+        raise NotImplementedError
+
+    def unknown_model(self, drafter: str, architectures: list[str]) -> str:
+        """The reason why the engine runs no such heads with a model; "" if it does."""
+        known = ["LlamaForCausalLM", "Qwen3ForCausalLM"]
+        if self.engine == TPU and drafter == "eagle3":
+            known = known[:1]
+        if not {*known}.isdisjoint(architectures):
+            return ""
+        return (
+            f"{self.engine} gives {drafter} heads the inner streams of {' and '.join(known)} only, not of "
+            f"{', '.join(architectures) or 'a model of this shape'}"
+        )
+
     def write(self, export: Export, out: str) -> None:
         config = optional_json(os.path.join(export.base.source, "config.json"))
         names, drafter = config.get("architectures"), export.stored.heads.drafter
-        reason = unknown_model(self.engine, drafter, names) if names else ""
+        reason = self.unknown_model(drafter, names) if names else ""
         if reason:
             raise UserError(f"{export.stored.source}: {reason}")
         super().write(export, out)
@@ -40,6 +85,30 @@ class Eagle3ForTpu(_ForTpu, Eagle3Files):
     """EAGLE-3 heads for tpu-inference."""
 
     architecture = "LlamaForCausalLM"
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """What no layout can hold comes last."""
+        return super().why_not(heads, llama) or unstorable(heads, llama)
+
+    def faults(self, heads: HeadsConfig, llama: LlamaConfig | None) -> Faults:
+        """One layer without EAGLE-3.1's additions, which reads the streams of the paper."""
+        assert isinstance(heads, Eagle3Config)
+        unread = self.engine == SGLANG and heads.norm_before_residual
+        faults: Faults = [
+            (heads.n_layers != 1, f"runs one layer, not {heads.n_layers}"),
+            (heads.fc_norm, "has no norms before fc (heads.fc_norm)"),
+            (heads.norm_output, "ignores norm_output"),
+            (unread, "ignores norm_before_residual"),
+        ]
+        if llama is None:
+            return faults
+        drafter, L = drafter_of(heads, llama), llama.n_layers
+        taps, scaling, paper = drafter.taps, drafter.shape.rope_scaling, (2, L // 2, L - 3)
+        return faults + [
+            (L < 7, f"reads three different layers, of which a model of {L} has fewer"),
+            (taps != paper, f"reads the layers {paper}, whatever a file says, not {taps}"),
+            (scaling not in ("none", "llama3"), f"misreads the rotation's {scaling!r}"),
+        ]
 
     def arrays(self, export: Export) -> Arrays:
         """The keys that are read: d2t always, t2d never."""
@@ -51,7 +120,41 @@ class Eagle3ForTpu(_ForTpu, Eagle3Files):
 class DFlashForTpu(_ForTpu, DFlashFiles):
     """DFlash heads for tpu-inference."""
 
+    drafters: ClassVar[tuple[str, ...]] = ("dflash",)
     copies = False
+
+    def faults(self, heads: HeadsConfig, llama: LlamaConfig | None) -> Faults:
+        """DFlash, in sglang-jax DSpark too, whose layers see all of the text and of the block."""
+        assert isinstance(heads, DFlashConfig)
+        tpu, rank, narrow = self.engine == TPU, heads.markov_rank, heads.draft_vocab
+        own = heads.lm_head != "shared"
+        faults: Faults = [
+            (narrow, f"scores all tokens, not the {narrow} of heads.draft_vocab"),
+            (own, f"scores by the model's LM head, not by {heads.lm_head!r}"),
+            (heads.window, f"ignores windows (heads.window {heads.window})"),
+            (
+                heads.causal == "all",
+                "lets a slot see all others, not those before it alone",
+            ),
+            (tpu and rank, f"has no Markov head (heads.markov_rank {rank})"),
+            (heads.root_guesses and not rank, "drops the guess of the root's slot"),
+            (rank and not heads.root_guesses, "lets the root's slot of DSpark guess"),
+        ]
+        if llama is None:
+            return faults
+        drafter = drafter_of(heads, llama)
+        shape, taps = drafter.shape, drafter.taps
+        theta, scaling, size = shape.rope_theta, shape.rope_scaling, shape.head_dim
+        # The stream before the first layer, or after the last one.
+        missing = 0 if tpu else llama.n_layers
+        other, padded = tpu and theta != THETA, tpu and size != 64 and size % 128 != 0
+        return faults + [
+            (scaling != "none", f"ignores the scaling {scaling!r} of DFlash's rotation"),
+            (other, f"rotates DFlash by 10^6, whatever a file says, not by {theta:g}"),
+            (padded, f"norms DFlash's queries and keys with padding, of head_dim {size}"),
+            (missing in taps, f"does not tap stream {missing} (heads.tap_layers)"),
+            ([*taps] != sorted({*taps}), f"reads each layer once, in order, not {taps}"),
+        ]
 
     def write(self, export: Export, out: str) -> None:
         if self.engine == TPU:
@@ -72,5 +175,6 @@ class Eagle3ForSglangJax(Eagle3ForTpu):
 class BlocksForSglangJax(DFlashForTpu):
     """DFlash and DSpark heads for sglang-jax."""
 
+    drafters = DFlashFiles.drafters
     name, engine = "sglang_jax", SGLANG
     loading = Eagle3ForSglangJax.loading

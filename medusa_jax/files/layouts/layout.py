@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.json_files import save_json
-from medusa_jax.files.layouts.limits import Limits
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.source import Locate
 from medusa_jax.files.tensor import Tensors, cast
@@ -132,6 +132,13 @@ def widest(arrays: Arrays) -> np.dtype:
     return np.dtype(np.float64 if np.dtype(np.float64) in kinds else np.float32)
 
 
+def without_factor(engine: str, llama: LlamaConfig | None) -> str:
+    """The reason why heads cannot read the embedding that an engine shares with the model; "" if they can."""
+    if llama is None or (factor := llama.embedding_multiplier) == 1:
+        return ""
+    return f"{engine} gives heads the model's embedding without its factor {factor:g}"
+
+
 class Layout:
     """A layout of draft heads.
 
@@ -142,12 +149,24 @@ class Layout:
       name: its value of `--to`.
       loading: how to load the directory {out} with {heads} heads of the kind {drafter} (or {DRAFTER}) for the model
         {base}, for the model card.
-      limits: which heads it can hold; for the package's layouts `registry.TARGETS` says it, importing none.
+      drafters: the kinds of heads that it can hold; "*" stands for all. `registry.TARGETS` repeats those of the
+        package's layouts, so that others are not imported.
+      draft_vocab: it can store which tokens the heads score.
     """
 
     name: ClassVar[str]
     loading: ClassVar[str] = "as the package of this layout describes"
-    limits: ClassVar[Limits] = Limits(())
+    drafters: ClassVar[tuple[str, ...]] = ()
+    draft_vocab: ClassVar[bool] = False
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """The reason why heads of its kinds cannot be stored; "" if they can.
+
+        Args:
+          heads: their complete configuration.
+          llama: the shape of their backbone; None skips the checks that depend on it.
+        """
+        return ""
 
     def fits(self, tensors: Tensors) -> bool:
         """Whether a file with these keys has this layout.

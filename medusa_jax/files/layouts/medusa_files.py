@@ -49,6 +49,7 @@ class MedusaFiles(Layout):
     """The authors' keys: heads alone, in a full model, or as an adapter. Written for TGI."""
 
     name = "tgi"
+    drafters = ("medusa",)
     loading = (
         "TGI: `--model-id {out} --speculate {heads}` (the base model must be in the cache or "
         'a local directory). vLLM from 0.28 on: `speculative_config={{"method": "medusa", "model": '
@@ -129,6 +130,7 @@ class MedusaForVLLM(Layout):
     """vLLM's keys in `model.safetensors`, which every vLLM with Medusa reads."""
 
     name = "vllm"
+    drafters, draft_vocab = ("medusa",), True
     loading = (
         '`speculative_config={{"method": "medusa", "model": "{out}", '
         '"num_speculative_tokens": {heads}}}`. With more tokens than heads, random weights '

@@ -12,6 +12,7 @@ class NativeFiles(Layout):
     """`heads.safetensors` and `heads.json`, which `open_heads` recognises by their names."""
 
     name = NATIVE
+    drafters, draft_vocab = ("*",), True
     loading = "`python decode.py --model {base} --drafter {out}`"
 
     def write(self, export: Export, out: str) -> None:

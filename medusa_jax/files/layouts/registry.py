@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.files.layouts import jax_limits, limits
-from medusa_jax.files.layouts.limits import Limits
 
 if TYPE_CHECKING:
     from medusa_jax.files.layouts.layout import Layout
@@ -29,87 +25,57 @@ class Target(NamedTuple):
 
     Attributes:
       purpose: who reads it.
-      layouts: module and class in this folder -> the heads that it can hold, one for each family.
+      layouts: kind of heads, "*" for all -> module and class in this folder.
     """
 
     purpose: str
-    layouts: Mapping[str, Limits]
+    layouts: Mapping[str, str]
 
 
-_EAGLE3 = Limits(("eagle3",), draft_vocab=True, why_not=limits.eagle3)
-_EAGLE3_IN_SPECULATORS = replace(_EAGLE3, why_not=limits.eagle3_in_speculators)
-_TPU, _SGLANG = jax_limits.TPU, jax_limits.SGLANG
+_BLOCKS = ("dflash", "dspark")
 TARGETS = {
     "native": Target(
         "this project's format, bound to the model by its fingerprint",
-        {"native_files:NativeFiles": Limits(None, draft_vocab=True)},
+        {"*": "native_files:NativeFiles"},
     ),
     "vllm": Target(
         "vLLM: Medusa (any version that has it), EAGLE-1; EAGLE-3 as `speculators`",
         {
-            "medusa_files:MedusaForVLLM": Limits(("medusa",), draft_vocab=True),
-            "eagle_files:EagleForVLLM": Limits(("eagle",), why_not=limits.eagle_for_vllm),
-            "eagle3_files:SpeculatorsEagle3": _EAGLE3_IN_SPECULATORS,
+            "medusa": "medusa_files:MedusaForVLLM",
+            "eagle": "eagle_files:EagleForVLLM",
+            "eagle3": "eagle3_files:SpeculatorsEagle3",
         },
     ),
     "sglang": Target(
         "SGLang: EAGLE-1; EAGLE-3 as `eagle3`",
-        {
-            "eagle_files:EagleForSGLang": Limits(
-                ("eagle",), why_not=limits.eagle_for_sglang
-            ),
-            "eagle3_files:Eagle3Files": _EAGLE3,
-        },
+        {"eagle": "eagle_files:EagleForSGLang", "eagle3": "eagle3_files:Eagle3Files"},
     ),
     "tpu_inference": Target(
         "tpu-inference (vLLM on TPUs): EAGLE-3, DFlash",
-        {
-            "jax_files:Eagle3ForTpu": Limits(
-                ("eagle3",), True, partial(jax_limits.eagle3, _TPU)
-            ),
-            "jax_files:DFlashForTpu": Limits(
-                ("dflash",), why_not=partial(jax_limits.blocks, _TPU)
-            ),
-        },
+        {"eagle3": "jax_files:Eagle3ForTpu", "dflash": "jax_files:DFlashForTpu"},
     ),
     "sglang_jax": Target(
         "sglang-jax: EAGLE-3, DFlash, DSpark",
-        {
-            "jax_files:Eagle3ForSglangJax": Limits(
-                ("eagle3",), True, partial(jax_limits.eagle3, _SGLANG)
-            ),
-            "jax_files:BlocksForSglangJax": Limits(
-                ("dflash", "dspark"), why_not=partial(jax_limits.blocks, _SGLANG)
-            ),
-        },
+        {"eagle3": "jax_files:Eagle3ForSglangJax"}
+        | dict.fromkeys(_BLOCKS, "jax_files:BlocksForSglangJax"),
     ),
-    "tgi": Target(
-        "TGI, and vLLM from 0.28 on", {"medusa_files:MedusaFiles": Limits(("medusa",))}
-    ),
+    "tgi": Target("TGI, and vLLM from 0.28 on", {"medusa": "medusa_files:MedusaFiles"}),
     "hydra": Target(
-        "Hydra's own code",
-        {"hydra_files:HydraFiles": Limits(("hydra", "hydrapp"), why_not=limits.hydra)},
+        "Hydra's own code", dict.fromkeys(("hydra", "hydrapp"), "hydra_files:HydraFiles")
     ),
-    "eagle": Target(
-        "EAGLE's own code",
-        {"eagle_files:EagleFiles": Limits(("eagle",), why_not=limits.eagle)},
-    ),
+    "eagle": Target("EAGLE's own code", {"eagle": "eagle_files:EagleFiles"}),
     "eagle3": Target(
         "EAGLE-3 in SGLang, vLLM and EAGLE's own code",
-        {"eagle3_files:Eagle3Files": _EAGLE3},
+        {"eagle3": "eagle3_files:Eagle3Files"},
     ),
     "dflash": Target(
         "DFlash and DSpark in vLLM, SGLang and the code of z-lab, SpecForge and DeepSpec",
-        {"dflash_files:DFlashFiles": Limits(("dflash", "dspark"), why_not=limits.dflash)},
+        dict.fromkeys(_BLOCKS, "dflash_files:DFlashFiles"),
     ),
     "speculators": Target(
         "EAGLE-3, DFlash and DSpark in vLLM and speculators",
-        {
-            "eagle3_files:SpeculatorsEagle3": _EAGLE3_IN_SPECULATORS,
-            "dflash_files:SpeculatorsDFlash": Limits(
-                ("dflash", "dspark"), True, limits.dflash_in_speculators
-            ),
-        },
+        {"eagle3": "eagle3_files:SpeculatorsEagle3"}
+        | dict.fromkeys(_BLOCKS, "dflash_files:SpeculatorsDFlash"),
     ),
 }
 # Layouts in the order in which a file is compared with them: EAGLE-3 files of speculators also have EAGLE-1's keys.
@@ -131,19 +97,19 @@ def readers() -> Iterator[Layout]:
         yield _layout(entry.value)
 
 
-def layouts_of(target: str) -> dict[str, Limits]:
-    """The layouts that a value of --to names, as "module:Class", and the heads that they can hold.
+def layouts_of(target: str) -> dict[str, str]:
+    """The layouts that a value of --to names, as "module:Class", by the kinds of heads that they can hold.
 
     Raises:
       UserError: an unknown name, or a class that cannot be imported.
     """
     if target in TARGETS:
         rows = TARGETS[target].layouts
-        return {f"{PACKAGE}.{path}": row for path, row in rows.items()}
+        return {kind: f"{PACKAGE}.{path}" for kind, path in rows.items()}
     plugins = _entry_points()
     if target in plugins or ":" in target:
         path = plugins[target].value if target in plugins else target
-        return {path: _layout(path).limits}
+        return dict.fromkeys(_layout(path).drafters, path)
     names = [*TARGETS, *plugins]
     raise UserError(
         f"--to is one of {', '.join(names)}, or module:Class, not {target!r}"
@@ -151,22 +117,17 @@ def layouts_of(target: str) -> dict[str, Limits]:
     )
 
 
-def limits_of(target: str, drafter: str) -> Limits | None:
-    """The limits of the layout for heads of a kind; None if the target has no place for them."""
-    rows = layouts_of(target).values()
-    return next((row for row in rows if row.holds(drafter)), None)
-
-
 def layout_of(target: str, drafter: str) -> Layout | None:
     """The layout for heads of a kind; None if the target has no place for them."""
-    rows = layouts_of(target).items()
-    return next((_layout(path) for path, row in rows if row.holds(drafter)), None)
+    rows = layouts_of(target)
+    path = rows.get(drafter) or rows.get("*")
+    return _layout(path) if path else None
 
 
-def targets_of(drafter: str) -> dict[str, Limits]:
+def targets_of(drafter: str) -> list[str]:
     """Values of --to in the package's table that have a place for heads of a kind."""
-    rows = {target: limits_of(target, drafter) for target in TARGETS}
-    return {target: row for target, row in rows.items() if row is not None}
+    kinds = {drafter, "*"}
+    return [name for name, row in TARGETS.items() if kinds & row.layouts.keys()]
 
 
 def _entry_points() -> dict[str, metadata.EntryPoint]:

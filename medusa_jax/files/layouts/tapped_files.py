@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from medusa_jax.arch import LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import ROPE
 from medusa_jax.files.hf_keys import LM_HEAD
@@ -16,9 +16,30 @@ from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts.layout import Export
 from medusa_jax.files.layouts.stored_heads import Arrays
 from medusa_jax.files.tensor import Tensors, read_whole, take_rows
+from medusa_jax.heads.registry import make_drafter
+from medusa_jax.heads.tapped import TappedConfig, TappedDrafter, numbers
 from medusa_jax.whole_files import Json
 
 _D2T, _T2D = "d2t", "t2d"
+
+
+def drafter_of(heads: HeadsConfig, llama: LlamaConfig) -> TappedDrafter:
+    """The drafter of EAGLE-3, DFlash or DSpark heads.
+
+    Raises:
+      UserError: as `make_drafter`.
+    """
+    drafter = make_drafter(heads, llama)
+    assert isinstance(drafter, TappedDrafter)
+    return drafter
+
+
+def out_of_order(heads: TappedConfig, llama: LlamaConfig | None) -> str:
+    """The reason why vLLM, which sorts tapped layers, misreads these; "" if it does not."""
+    taps = [*(drafter_of(heads, llama).taps if llama else numbers(heads.tap_layers))]
+    if taps == sorted({*taps}):
+        return ""
+    return f"vLLM reads each tapped layer once, in order, not {taps}"
 
 
 def shape_of(layer: LlamaConfig) -> tuple[Json, Json]:

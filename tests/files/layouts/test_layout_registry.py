@@ -14,23 +14,21 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.files.layouts import registry
 from medusa_jax.files.layouts.engines import ENGINES
 from medusa_jax.files.layouts.heads_io import open_heads
-from medusa_jax.heads.names import DRAFTERS
 
 # A package with Medusa's heads under keys of its own, in a file of its own.
 PACKAGE = """
 import dataclasses
 from medusa_jax.files.layouts.layout import Layout
-from medusa_jax.files.layouts.limits import Limits
 from medusa_jax.files.layouts.medusa_files import MedusaFiles
 from medusa_jax.files.tensor import rename
 
-def few(heads, llama):
-    return "" if heads.n_heads < 4 else "mine has room for three heads"
-
 class Mine(Layout):
     name = "mine"
-    limits = Limits(("medusa",), why_not=few)
+    drafters = ("medusa",)
     loading = "`load_mine`"
+
+    def why_not(self, heads, llama):
+        return "" if heads.n_heads < 4 else "mine has room for three heads"
 
     def fits(self, tensors):
         return all(key.startswith("mine/") for key in tensors)
@@ -69,18 +67,20 @@ def installed(mine):
 
 
 def test_every_layout_of_the_table():
-    """Each class can be imported and has the name of a target; each drafter's engines load what holds its heads."""
+    """Each class has the name of a target and the table's drafters; each drafter's engines load what holds its heads."""
     for target, row in registry.TARGETS.items():
         assert row.purpose
-        for limits in row.layouts.values():
-            for drafter in limits.drafters or DRAFTERS:
-                assert registry.layout_of(target, drafter).name in registry.TARGETS
+        for drafter in row.layouts:
+            layout = registry.layout_of(target, drafter)
+            assert layout.name in registry.TARGETS and drafter in layout.drafters
+            assert {*layout.drafters} <= row.layouts.keys()
+    assert registry.layout_of("native", "another:Drafter").name == "native"
     names = [layout.name for layout in registry.readers()]
     written = {"native", "sglang", "speculators", "tpu_inference", "sglang_jax"}
     assert written | {*names} == registry.TARGETS.keys()
     for engine in ENGINES.values():
         for drafter, targets in engine.items():
-            assert set(targets) <= registry.targets_of(drafter).keys()
+            assert {*targets} <= {*registry.targets_of(drafter)}
 
 
 def test_a_class_by_its_name(mine, base, tmp_path):
