@@ -16,10 +16,10 @@ import re
 import numpy as np
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError
 from medusa_jax.files.hf_keys import HARMLESS
 from medusa_jax.files.hf_keys import locate as locate_in_llama
 from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout, without_factor
+from medusa_jax.files.layouts.medusa_files import check_count
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.tensor import Tensors, read_whole
 from medusa_jax.heads.hydra import HydraConfig
@@ -63,22 +63,22 @@ class HydraFiles(Layout):
             drafted tokens.
         """
         source, tensors, config = files.source, files.tensors, files.config
-        Fields(files.config_file, config).expect(
-            {"hidden_state_offset": (0,), "grounded_heads": (True,)}
+        fields = Fields(
+            files.config_file, {k: x for k, x in config.items() if x is not None}
         )
+        fields.expect({"hidden_state_offset": (0,), "grounded_heads": (True,)})
         numbers: dict[int, set[int]] = {}
         for key in tensors:
             if match := HYDRA.fullmatch(key):
                 numbers.setdefault(int(match[1]), set()).add(int(match[2]))
         n_heads = max(numbers) + 1
         layers = sorted(numbers[min(numbers)])
-        n_layers = config.get("hydra_num_layers", len(layers))
+        check_count(files, "heads", n_heads, "hydra_num_heads")
+        n_layers = fields.count("hydra_num_layers", len(layers))
         # A conversion to safetensors may have dropped copies of the shared layer.
-        dropped = len(layers) == 2 < n_layers if type(n_layers) is int else False
-        if len(layers) != n_layers and not dropped:
-            raise UserError(
-                f"{source} holds {len(layers)} layers per head, its config.json says {n_layers}"
-            )
+        dropped = len(layers) == 2 < n_layers
+        if not dropped:
+            check_count(files, "layers", len(layers), "hydra_num_layers")
         is_tied = dropped or _same_weights(tensors, layers, n_heads)
         plus = any(key.startswith(_PREFIX) for key in tensors)
         between = ".1" if "hydra_lm_head.0.1.weight" in tensors else ""

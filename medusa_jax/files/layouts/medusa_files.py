@@ -33,6 +33,7 @@ from medusa_jax.files.layouts.medusa_forms import (
 )
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.tensor import Tensors, read_whole, take_rows
+from medusa_jax.typed import Fields
 
 # `StoredHeads.layout`.
 HEADS_ONLY = "Medusa heads"
@@ -67,8 +68,8 @@ class MedusaFiles(Layout):
         """
         tensors = files.tensors
         form, prefix = authors_form_of(tensors, files.config)
-        _check_count(files, "heads", form.n_heads, "medusa_num_heads")
-        _check_count(files, "layers", form.n_layers, "medusa_num_layers")
+        check_count(files, "heads", form.n_heads, "medusa_num_heads")
+        check_count(files, "layers", form.n_layers, "medusa_num_layers")
         layout, base = HEADS_ONLY, {}
         if prefix.startswith("base_model."):
             layout = ADAPTER
@@ -148,8 +149,8 @@ class MedusaForVLLM(Layout):
         """
         tensors, ids = _take_token_map(files.source, files.tensors)
         form = vllm_form_of(tensors, files.config)
-        _check_count(files, "heads", form.n_heads, "num_heads", "medusa_num_heads")
-        _check_count(
+        check_count(files, "heads", form.n_heads, "num_heads", "medusa_num_heads")
+        check_count(
             files, "layers", form.n_layers, "num_hidden_layers", "medusa_num_layers"
         )
         if not files.config.get("medusa_fc_bias"):
@@ -191,14 +192,16 @@ class MedusaForVLLM(Layout):
         export.write(out, "model.safetensors", arrays, config)
 
 
-def _check_count(files: HeadFiles, what: str, count: int, *fields: str) -> None:
-    """Compare a number of heads or layers with the first of these fields of config.json that exists.
+def check_count(files: HeadFiles, what: str, count: int, *fields: str) -> None:
+    """Compare a number of heads or layers with the first of these fields of config.json that has a value.
 
     Raises:
-      UserError: another number of layers; of heads the keys decide, and the user is told.
+      UserError: no number, or another number of layers; of heads the keys decide, and the user is told.
     """
-    number = next((files.config[name] for name in fields if name in files.config), None)
-    if type(number) is not int or number == count:
+    config = files.config
+    name = next((name for name in fields if config.get(name) is not None), None)
+    number = Fields(files.config_file, config).count(name, least=0) if name else count
+    if number == count:
         return
     problem = f"{files.source} holds {count} {what}, its config.json says {number}"
     if what == "layers":

@@ -230,6 +230,10 @@ def test_as_many_heads_as_the_file_holds(tmp_path, capfd):
     few, params, _ = load(folder / "medusa_lm_head.pt", n_heads=2)
     assert "holds 5 heads, its config.json says 2" in capfd.readouterr().err
     assert few.n_heads == 2 and set(params) == {"heads_0", "heads_1"}
+    state, name, config = FILES["hydra"]
+    folder = write(tmp_path / "hydra", state, name, config | {"hydra_num_heads": 7})
+    n_heads = load(folder)[0].n_heads
+    assert f"holds {n_heads} heads, its config.json says 7" in capfd.readouterr().err
 
 
 def test_heads_that_were_trained_with_their_backbone(tmp_path):
@@ -281,7 +285,8 @@ TAPPED = "eagle_aux_hidden_state_layer_ids"
         ("eagle3", rf"'lm_head.weight' in .* has shape \[12, {D}\], .* asks for \[11, {D}\]", {},
          {"t2d": None, "d2t": IDS[::-1] - np.arange(11), "lm_head.weight": np.ones((12, D), np.float32)}),
         ("hydra", "hidden_state_offset 1 is not supported", {"hidden_state_offset": 1}, {}),
-        ("hydra", "holds 3 layers per head, its .* says 4", {"hydra_num_layers": 4}, {}),
+        ("hydra", "holds 3 layers, its .* says 4", {"hydra_num_layers": 4}, {}),
+        *((kind, "num_layers should be int, not '1'", {f"{kind}_num_layers": "1"}, {}) for kind in ("medusa", "hydra")),
         ("eagle", "rope_theta 5000.0, the model has 10000.0", {"rope_theta": 5000}, {}),
         ("eagle3", r"mrope_section \[1\] is not supported", {"mrope_section": [1]}, {}),
         ("eagle3", "residual_scale 2 is not", {"eagle_config": {"residual_scale": 2}}, {}),
