@@ -219,8 +219,9 @@ class Fields:
         """
         for name, values in able.items():
             if (value := self.values.get(name)) not in (None, *values):
+                known = ", ".join(map(repr, dict.fromkeys(values)))  # 0 and 0.0 are one
                 raise UserError(
-                    f"{self.file}: {name} {value!r} is not supported (only {values[0]!r})"
+                    f"{self.file}: {name} {value!r} is not supported (only {known})"
                 )
 
     def refuse(self, name: str, kind: str) -> NoReturn:

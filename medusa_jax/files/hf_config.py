@@ -69,9 +69,11 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
         raise UserError(
             f"{file}: quantization_config ({method}) is not supported; use the unquantised model"
         )
-    named = {ours: raw[theirs] for theirs, ours in family.names.items() if theirs in raw}
-    raw = {name: value for name, value in raw.items() if name not in family.renamed} | named
-    Fields(file, raw).expect({**EXPECTED, **family.expected})
+    raw = {name: value for name, value in raw.items() if name not in family.renamed}
+    named = {ours: theirs for theirs, ours in family.names.items() if theirs in raw}
+    able = {**EXPECTED, **family.expected}
+    Fields(file, raw).expect({named.get(name, name): x for name, x in able.items()})
+    raw |= {ours: raw[theirs] for ours, theirs in named.items()}
     # An explicit null means "derive it", and for windows "none".
     usual = {"max_position_embeddings": family.context, "rms_norm_eps": 1e-6}
     values = usual | family.defaults | raw

@@ -159,6 +159,8 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
         ({"model_type": "gpt2"}, "model_type is one of llama, .*, not 'gpt2'"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        *(({"model_type": name, field: "gelu"}, rf"{field} 'gelu' is not supported \(only 'silu', 'swish', 'gelu_p")
+          for name, field in (("gemma3_text", "hidden_activation"), ("exaone", "activation_function"))),
         ({"is_causal": False}, "is_causal False is not supported"),
         ({"transformers_weights": "b.safetensors"}, "transformers_weights 'b.safe"),
         ({"hidden_size": "absent"}, "does not say hidden_size"),
