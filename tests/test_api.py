@@ -1,5 +1,6 @@
 """The Python interface, from files to text."""
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from cases import wide
 from closeness import assert_close
 from pieces import drop_first_space
+from refusals import refused
 from tiny import CONTEXT, forward_logits, set_template, write_model, write_tokenizer
 
 import medusa_jax
@@ -261,7 +263,10 @@ def test_the_models_own_eos_outlives_another_tokenizer(directory, tmp_path):
     elsewhere = str(tmp_path / "elsewhere")
     load = partial(medusa_jax.load, str(path), "none", tokenizer=elsewhere)
     assert load().eos_ids == (2, 7, 9)
-    assert load(eos_ids=[5, -1, 10**6]).eos_ids == (5,)  # the others never come
+    assert load(eos_ids=[5]).eos_ids == (5,)
+    for unknown in (-1, 10**6):
+        with refused(f"eos_ids: token {unknown} is outside the vocabulary"):
+            load(eos_ids=[5, unknown])
 
 
 def test_heads_of_another_backbone_are_used_when_allowed(directory, tmp_path):
@@ -538,10 +543,19 @@ def test_greedy_rows_take_the_program_of_sampled_ones(model, monkeypatch):
     assert model.plan(PROMPTS, greedy)[1].acceptance == "greedy"  # another shape
 
 
-def test_ends_beyond_any_text_are_none(model):
-    """No token is so large: such a request runs to its other ends."""
-    far = Options(3, eos_ids=(10**12,), stop_sequences=((5, 2**31),))
-    assert model.request(["a"], [far]).stops == [[]]
+@pytest.mark.parametrize("n", [10**12, 99999])
+def test_ends_outside_the_vocabulary_are_refused(model, n):
+    for ends in ({"eos_ids": (5, n)}, {"stop_sequences": ((5,), (5, n))}):
+        with refused(f"{next(iter(ends))}: token {n} is outside the vocabulary 0.."):
+            model.request(["a"], [Options(3, **ends)])
+
+
+def test_a_turn_may_end_with_a_token_that_only_the_tokenizer_has(model):
+    """It never comes."""
+    last = model.tokenizer.vocab_size - 1
+    smaller = copy.copy(model)
+    smaller.config = dataclasses.replace(model.config, vocab_size=last)
+    assert smaller.request([[5]], [Options(3, eos_ids=(2, last))]).stops == [[(2,)]]
 
 
 WRONG = {"max_new_tokens": [0, 2.7, True, None], "logprobs": [-1]}

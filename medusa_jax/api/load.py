@@ -13,6 +13,7 @@ from medusa_jax.api.bundles import default_drafter, find_model
 from medusa_jax.api.form import Form, choose_form, default_dtype, product_forms
 from medusa_jax.api.loaded_drafter import find_drafter, open_drafter
 from medusa_jax.api.model import Model
+from medusa_jax.api.prompts import check_tokens
 from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.arch import STORED
 from medusa_jax.console import inform
@@ -126,6 +127,7 @@ def load(
         files.base, devices, dtype, weights, draft_weights, activations, kernels
     )
     config = files.base.config
+    check_tokens("eos_ids", eos_ids or (), config.vocab_size)
     if context is not None:
         between("context", context, 1, config.longest)
         config = replace(config, max_position=context)

@@ -8,7 +8,7 @@ import jax
 
 from medusa_jax.api.form import Form
 from medusa_jax.api.loaded_drafter import LoadedDrafter
-from medusa_jax.api.prompts import Prompt, ends_of, prompt_ids, request_of
+from medusa_jax.api.prompts import Prompt, check_tokens, ends_of, prompt_ids, request_of
 from medusa_jax.api.results import Options
 from medusa_jax.api.tree_choice import TreeChoice, drafted_by
 from medusa_jax.arch import LlamaConfig
@@ -214,12 +214,16 @@ class LoadedModel:
           ids: request ids, which decide the noise together with the seed; by default 0, 1, ...
 
         Raises:
-          UserError: a prompt that leaves no room in the context.
+          UserError: a prompt that leaves no room in the context, or ends that are no tokens.
         """
         if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
             raise self.tokenizer.missing("stop strings cannot be found")
         token_ids = [self.encode(p) for p in prompts]
         options = [o.with_penalty(self.repetition_penalty) for o in options]
+        # A turn may end with a token that only the tokenizer has.
+        size = max(self.config.vocab_size, self.tokenizer.vocab_size)
+        for one in options:
+            check_tokens("eos_ids", one.eos_ids or (), size)
         guides = None
         if any(o.constraint for o in options):
             guide: Any = self._grammars.guide

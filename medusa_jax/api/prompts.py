@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from medusa_jax.api.results import Options
@@ -133,7 +134,7 @@ def request_of(
       guides: by row, the guide of its constraint or None.
 
     Raises:
-      UserError: a prompt that leaves no room in the context, a bias or alternatives of tokens that do not exist.
+      UserError: a prompt that leaves no room in the context; a bias, stops or alternatives of tokens that do not exist.
     """
     context = config.max_position
     for prompt in prompts:
@@ -143,12 +144,8 @@ def request_of(
                 "shorten it"
             )
     for one in options:
-        unknown_ids = [i for i, _ in one.penalties.bias if i >= config.vocab_size]
-        if unknown_ids:
-            raise UserError(
-                f"logit_bias: token {unknown_ids[0]} is outside the vocabulary "
-                f"0..{config.vocab_size - 1}"
-            )
+        check_tokens("logit_bias", [i for i, _ in one.penalties.bias], config.vocab_size)
+        check_tokens("stop_sequences", chain(*one.stop_sequences), config.vocab_size)
         if (one.logprobs or 0) > config.vocab_size:
             raise UserError(
                 f"logprobs {one.logprobs} exceeds the vocabulary of {config.vocab_size}"
@@ -170,10 +167,18 @@ def request_of(
     )
 
 
+def check_tokens(name: str, ids: Iterable[int], size: int) -> None:
+    """Raise a `UserError` for a token id outside a vocabulary."""
+    if unknown := [i for i in ids if not 0 <= i < size]:
+        raise UserError(
+            f"{name}: token {unknown[0]} is outside the vocabulary 0..{size - 1}"
+        )
+
+
 def _stops(
     options: Options, eos_ids: Sequence[int], vocab_size: int
 ) -> list[tuple[int, ...]]:
-    """EOS ids and stop sequences of a request; ids outside the vocabulary never occur."""
+    """EOS ids and stop sequences of a request; ids that only the tokenizer has never occur."""
     ends = [*((i,) for i in ends_of(options, eos_ids)), *options.stop_sequences]
     return [ids for ids in ends if min(ids) >= 0 and max(ids) < vocab_size]
 
