@@ -262,7 +262,8 @@ CHATS = [
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {
         "name": "a", "arguments": '{"a": ' + "[" * 700 + "]" * 700 + "}"}}]}]}, "not an object of JSON"),
     ({"response_format": {"type": "xml"}}, "json_schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "no 'schema'"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}},
+     "'schema' in 'response_format.json_schema' is missing"),
     ({"response_format": {"type": "json_object", "scheme": {}}}, "did you mean 'schema'"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strickt": 1}}},
      "'strickt' in 'response_format.json_schema'"),

@@ -110,7 +110,11 @@ def tool(**schema):
 @pytest.mark.parametrize(
     ("fields", "about"),
     [
-        ({"tools": [{"type": "function"}]}, "each with a 'name'"),
+        (
+            {"tools": [{"type": "function"}]},
+            r"'tools\[0\]' should be a function with a 'name'",
+        ),
+        ({"tool_choice": {"type": "x"}}, "'tool_choice' should be a function"),
         (tool(maximum=2**70), "'maximum' has a number beyond"),
         ({"tool_choice": {"function": {"name": "zoo"}}}, "names no tool"),
         ({"tools": [], "tool_choice": "required"}, "needs 'tools'"),

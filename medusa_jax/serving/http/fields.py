@@ -123,7 +123,7 @@ class BodyFields:
 
     Args:
       neutral: unsupported names, with their neutral values.
-      where: path of the object in the call, for messages; "" is the call itself.
+      path: of the object in the call, for messages; "" is the call itself.
 
     Raises:
       HttpError: the body is not an object.
@@ -133,7 +133,7 @@ class BodyFields:
         if not isinstance(body, dict):
             subject = repr(path) if path else "the body"
             raise HttpError(400, f"{subject} should be a JSON object", path or None)
-        self.body, self._where, self._neutral = body, path, neutral
+        self.body, self.path, self._neutral = body, path, neutral
         self._place = f" in {path!r}" if path else ""
         self._read, self._inside = set() if path else {*IGNORED}, list[BodyFields]()
 
@@ -176,7 +176,7 @@ class BodyFields:
         return [self._inner(value, f"{name}[{i}]", neutral) for i, value in items]
 
     def _inner(self, value: Any, name: str, neutral: Values) -> "BodyFields":
-        path = f"{self._where}.{name}".lstrip(".")
+        path = f"{self.path}.{name}".lstrip(".")
         self._inside.append(BodyFields(value, neutral, path))
         return self._inside[-1]
 
@@ -201,7 +201,7 @@ class BodyFields:
                 continue
             if name not in self._neutral:
                 hint = did_you_mean(name, self._read)
-                if not self._where and name in ELSEWHERE:
+                if not self.path and name in ELSEWHERE:
                     hint = f": it is one of {ELSEWHERE[name]}"
                 message = f"unknown field {name!r}{self._place}{hint}"
                 raise HttpError(400, message, name, "unknown_field")

@@ -152,5 +152,5 @@ def _response_format(fields: BodyFields) -> Form | None:
     if kind == "json_object" and schema in (None, {}, True):
         return name, {"json_object": True}
     if schema is None:
-        raise fields.refused(name, "has no 'schema' in 'json_schema'")
+        raise holder.refused("schema", "is missing")
     return name, {"json_schema": schema}

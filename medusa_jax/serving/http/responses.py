@@ -1,6 +1,7 @@
 """OpenAI's Responses API: a body is read as a chat's, and the answer written as items and events."""
 
 import dataclasses
+import re
 import secrets
 import time
 from typing import Any
@@ -36,6 +37,15 @@ REPEATED: Json = {
     "tool_choice": "auto",
     "tools": [],
     "top_p": 1.0,
+}
+# Patterns of a chat's names in messages of errors, and a response's.
+RENAMED = {
+    "^messages.*": "input",
+    "^response_format": "text.format",
+    "^verbosity$": "text.verbosity",
+    "^max_tokens$": "max_output_tokens",
+    "^json_schema$": "schema",
+    r"\.(function|allowed_tools|json_schema)\b": "",
 }
 SYSTEM = ("system", "developer")
 LOGPROBS = "message.output_text.logprobs"  # of `include`
@@ -79,9 +89,21 @@ def responses_call(body: Any, *settings: Any) -> Call:
     if chat.get("top_logprobs") and not chat["logprobs"]:
         problem = f"'top_logprobs' needs 'include': [{LOGPROBS!r}]"
         raise HttpError(400, problem, "top_logprobs")
-    call = chat_call(chat, *settings)
+    try:
+        call = chat_call(chat, *settings)
+    except HttpError as error:
+        message = re.sub("'([^']*)'", lambda name: f"'{_renamed(name[1])}'", str(error))
+        param = error.param and _renamed(error.param)
+        raise HttpError(error.status, message, param, error.code) from error
     repeated = {name: given.get(name, default) for name, default in REPEATED.items()}
     return dataclasses.replace(call, repeated=repeated)
+
+
+def _renamed(name: str) -> str:
+    """Return a response's name of a field of a chat."""
+    for pattern, own in RENAMED.items():
+        name = re.sub(pattern, own, name)
+    return name
 
 
 def _turns(fields: BodyFields) -> list[Json]:
@@ -118,11 +140,11 @@ def _turns(fields: BodyFields) -> list[Json]:
     return turns
 
 
-def _function(tool: Any) -> Json:
+def _function(tool: Any, name: str = "tools") -> Json:
     kind = tool.get("type") if isinstance(tool, dict) else tool
     if kind != "function":
         problem = f"should be functions, which the client runs, not {str(kind)[:40]!r}"
-        raise HttpError(400, f"'tools' {problem}", "tools")
+        raise HttpError(400, f"{name!r} {problem}", name)
     return _nested(tool, "function")
 
 
@@ -137,10 +159,18 @@ def _nested(value: Json, kind: str) -> Json:
 def _choice(choice: str | Json) -> str | Json:
     if isinstance(choice, str):
         return choice
+    if choice.get("type") == "function":
+        return _nested(choice, "function")
     if choice.get("type") != "allowed_tools":
-        return _function(choice)
+        problem = (
+            f"should be of type function or allowed_tools, not {choice.get('type')!r:.40}"
+        )
+        raise HttpError(400, f"'tool_choice' {problem}", "tool_choice")
     if isinstance(choice.get("tools"), list):
-        choice = {**choice, "tools": [_function(tool) for tool in choice["tools"]]}
+        choice = {
+            **choice,
+            "tools": [_function(tool, "tool_choice") for tool in choice["tools"]],
+        }
     return _nested(choice, "allowed_tools")
 
 

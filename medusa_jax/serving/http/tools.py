@@ -116,8 +116,8 @@ def _name(tool: BodyFields) -> tuple[BodyFields, str]:
     function = tool.inside("function")
     name = function.text("name")
     if tool.text("type", "function") != "function" or not NAME.fullmatch(name):
-        problem = "should be functions, each with a 'name' of letters, digits, _ and -"
-        raise HttpError(400, f"'tools' {problem}", "tools")
+        problem = "should be a function with a 'name' of letters, digits, _ and -"
+        raise HttpError(400, f"{tool.path!r} {problem}", tool.path)
     return function, name
 
 
