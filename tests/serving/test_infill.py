@@ -106,6 +106,9 @@ def test_stop_strings(http):
     cut = infill(http, stop=[text[5:8]])
     assert text[5:8] not in cut["content"] and text.startswith(cut["content"])
     assert (cut["stop_type"], cut["stopping_word"]) == ("word", text[5:8])
+    # One token may end with several; llama.cpp names the one that comes first.
+    both = infill(http, stop=["e", "t"], logit_bias=[["the", 50]])
+    assert (both["content"].count("t"), both["stopping_word"]) == (0, "t")
 
 
 def test_only_the_prompt_is_read(http):

@@ -127,7 +127,7 @@ class InfillReply(Reply):
         tokenizer, last = self.vocabulary.tokenizer, result.token_ids[-1:]
         said = tokenizer.decode_after(prompt, result.token_ids)
         said += tokenizer.decode(last, skip_special=False)  # a special token's text
-        words = options.stop if stop == "word" else ()
+        words = [(said.find(w), w) for w in options.stop if stop == "word" and w in said]
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
         answer = {
             "index": index,
@@ -143,7 +143,7 @@ class InfillReply(Reply):
             "has_new_line": "\n" in result.text,
             "truncated": False,
             "stop_type": stop,
-            "stopping_word": next((word for word in words if word in said), ""),
+            "stopping_word": min(words, default=(0, ""))[1],
             "tokens_cached": n_prompt + max(0, n_new - 1),
             "timings": {
                 "cache_n": ending.reused_tokens,
