@@ -132,6 +132,24 @@ def test_more_prompts_than_the_queue_holds(port, client):
     assert texts[::2] == texts[1::2] == expected * 4
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": None, "refusal": "in the hat"},
+        {"content": [{"type": "refusal", "refusal": "in the hat"}]},
+    ],
+)
+def test_a_refusal_comes_back_as_text(client, turn):
+    def said(turn):
+        ends = [{"role": "user", "content": text} for text in ("the cat", "abc")]
+        messages = [ends[0], {"role": "assistant"} | turn, ends[1]]
+        asked = {"model": NAME, "messages": messages, "max_tokens": 9, "temperature": 0}
+        answer = client.chat.completions.create(**asked)
+        return answer.choices[0].message.content, answer.usage.prompt_tokens
+
+    assert said(turn) == said({"content": "in the hat"})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_last_turn_of_the_assistant_is_continued(port, client, http, stream):
     """With the space that a sentencepiece tokenizer drops at the beginning of a text."""

@@ -31,10 +31,11 @@ def _turn(fields: BodyFields) -> Json:
     role = fields.text("role")
     if role not in ROLES:
         raise fields.refused("role", f"is unknown: {role!r}")
-    calls = []
+    calls, refusal = [], ""
     if role == "assistant":
         calls = [_call(call) for call in fields.each("tool_calls", "a list of calls")]
-    content = content_of(fields, optional=bool(calls))
+        refusal = fields.text("refusal")
+    content = content_of(fields, optional=bool(calls or refusal)) or refusal
     turn: Json = {"role": ROLES[role], "content": content}
     for name in ("name", "reasoning_content"):  # some templates write them
         if text := fields.text(name):
@@ -54,13 +55,15 @@ def content_of(fields: BodyFields, name: str = "content", optional: bool = False
 
 
 def _part(fields: BodyFields) -> str:
-    kind, text = fields.text("type", "text"), fields.text("text", None)
+    kind = fields.text("type", "text")
+    name = "refusal" if kind == "refusal" else "text"
+    text = fields.text(name, None)
     for name in ("annotations", "logprobs"):  # of an answer that comes back
         fields.take(name, (list,), "a list", [])
-    if kind not in ("text", "input_text", "output_text"):
+    if kind not in ("text", "input_text", "output_text", "refusal"):
         raise fields.refused("type", f"is {kind!r}: the model reads text alone")
     if text is None:
-        raise fields.refused("text", "is missing")
+        raise fields.refused(name, "is missing")
     return str(text)
 
 
