@@ -121,12 +121,16 @@ class Tokenizer:
         if isinstance(prompt, TurnPrompt):
             return []
         for i in reversed(prompt):
-            if i < self.vocab_size and i not in self.special_ids:
+            if not self.skips(i):
                 # A newline's byte instead of others: it is no part of a character.
                 one = self._newline if i in self.byte_ids else i
                 if BROKEN not in self.decode([one]):
                     return [one]
         return []
+
+    def skips(self, token_id: int) -> bool:
+        """Whether decoding skips an id: a special token's, or one without a token."""
+        return token_id in self.special_ids or self.backend.id_to_token(token_id) is None
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token of the vocabulary, or None."""
@@ -226,6 +230,9 @@ class NoTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return ""
 
+    def skips(self, token_id: int) -> bool:
+        return False  # a stream need not wait for further ids
+
     def token_to_id(self, token: str) -> int | None:
         return None
 
@@ -310,9 +317,6 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        # After these the text may still change: a run of byte tokens may continue, also across a skipped
-        # special token.
-        self._uncertain = tokenizer.byte_ids | tokenizer.special_ids
         # Recent ids, and how many characters of their text have been returned.
         self._window = tokenizer.context(prompt)
         self._returned = len(tokenizer.decode(self._window))
@@ -320,8 +324,12 @@ class StreamDecoder:
     def push(self, ids: Iterable[int]) -> str:
         """Add ids; return the text that is now final (often "")."""
         self._window.extend(int(i) for i in ids)
-        end = len(self._window)
-        while end and self._window[end - 1] in self._uncertain:
+        end, tokenizer = len(self._window), self._tokenizer
+        # The text may still change: a run of byte tokens may continue, also across skipped ids.
+        while end and (
+            self._window[end - 1] in tokenizer.byte_ids
+            or tokenizer.skips(self._window[end - 1])
+        ):
             end -= 1
         piece = self._take(self._window[:end])
         if end == len(self._window):

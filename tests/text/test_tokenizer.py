@@ -156,7 +156,8 @@ def test_stream_of_any_ids_never_takes_back(tokenizers_by_kind, seed, size):
         ids = []
         for _ in range(rng.randrange(120)):
             any_id, special = rng.randrange(tokenizer.vocab_size), rng.randrange(4)
-            ids.append(rng.choice([any_id, rng.choice(bytes_), special]))
+            beyond = tokenizer.vocab_size + rng.randrange(2)
+            ids.append(rng.choice([any_id, rng.choice(bytes_), special, beyond]))
         out = "".join(stream(tokenizer, ids, [size] * (len(ids) // size)))
         # Only an unfinished end may be missing.
         assert (
