@@ -117,7 +117,8 @@ def locked(directory: str | Path, waiting: str = "") -> Iterator[None]:
     except NotImplementedError:
         inform(f"note: {directory} has no file locks: start no second program on it")
     except OSError as error:
-        raise UserError(f"{directory} cannot be written to: {error.strerror}") from error
+        shown = str(directory) or "''"
+        raise UserError(f"{shown} cannot be written to: {error.strerror}") from error
     try:
         yield
     finally:

@@ -68,7 +68,7 @@ class Learner:
             shapes = self.adapter.factors
             factors, facts = adapter_file.read(self._file, shapes, self._mark)
             self.facts |= facts
-            self.adapter.begin(factors, int(facts["steps"]))
+            self.adapter.begin(factors, int(self.facts["steps"]))
             self._use_if_better()
         else:  # or refuse now
             self._save()

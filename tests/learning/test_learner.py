@@ -166,6 +166,8 @@ def test_what_is_refused(made, tmp_path):
     learner.close()
     with pytest.raises(UserError, match="cannot be written"):
         Learner(load(made), str(learner._file / "below"))
+    with pytest.raises(UserError, match=r"^'' cannot be written to: No such file"):
+        Learner(load(made), "")
     with pytest.raises(UserError, match="belongs to other heads"):
         Learner(load(made, "hydra"), str(tmp_path))
     learner._file.write_bytes(learner._file.read_bytes()[:-4])
@@ -181,6 +183,15 @@ def test_what_is_refused(made, tmp_path):
     lookup = medusa_jax.load(str(made[0]), "prompt_lookup")
     with pytest.raises(UserError, match="trained draft heads on one device"):
         Learner(lookup, str(tmp_path / "new"))
+
+
+def test_an_adapter_without_facts(made, tmp_path):
+    learner = Learner(load(made), str(tmp_path))
+    learner.close()
+    adapter_file.save(learner._file, learner.adapter.factors, {}, learner._mark)
+    again = Learner(load(made), str(tmp_path))
+    assert again.facts == dict.fromkeys(("answers", "steps", "before", "after"), 0)
+    again.close()
 
 
 KILLED = """
