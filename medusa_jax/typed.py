@@ -42,7 +42,7 @@ def as_type(value: Any, kind: Any) -> Any:
             raise TypeError
         if kind is Mapping:
             pairs = value.items()
-            value = sorted((int(k) if isinstance(k, str) else k, v) for k, v in pairs)
+            value = sorted((_key(k), v) for k, v in pairs)
         found = (value,) if isinstance(value, str) else tuple(value)
         one = tuple[parts] if kind is Mapping else parts[0]  # type: ignore[valid-type]
         fixed = kind is tuple and ... not in parts
@@ -55,6 +55,12 @@ def as_type(value: Any, kind: Any) -> Any:
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, kinds):
         raise TypeError
     return kind(value) if kind in NUMBERS else value
+
+
+def _key(key: Any) -> Any:
+    """A mapping's key; one of JSON is a number's digits. `int` also reads "1_0"."""
+    is_number = isinstance(key, str) and re.fullmatch(r"\s*[-+]?\d+\s*", key, re.ASCII)
+    return int(key) if is_number else key
 
 
 def read(name: str, value: Any, kind: Any) -> Any:

@@ -79,6 +79,21 @@ def _compiled(source: str) -> Any:
     return _environment().from_string(source)
 
 
+@lru_cache(maxsize=8)
+def variables_of(source: str) -> frozenset[str]:
+    """The variables that a template reads and its caller can set.
+
+    Raises:
+      UserError: the template is invalid.
+    """
+    from jinja2 import TemplateSyntaxError, meta
+
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+    except TemplateSyntaxError as error:
+        raise UserError(f"the chat template is broken: {error}") from error
+
+
 def render_template(source: str, fields: Json) -> tuple[str, list[Span]]:
     """Run a template; return its text and the [start, end) of its generation blocks.
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from medusa_jax import Options, demo
 from medusa_jax.serving.echo import echo_of, read_scored
 from medusa_jax.serving.http.calls import Call, chat_call
+from medusa_jax.serving.http.fields import HttpError
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.http.responses import ResponsesReply
 from medusa_jax.serving.request import Delta, Ending, Request
@@ -127,6 +128,17 @@ def test_variables_of_the_chat_template(tmp_path, variables):
     body = {"messages": messages, "chat_template_kwargs": variables}
     ids = chat_call(body, NAME, model, "", 5, check=len).requests[0].prompt
     assert "<s>" + tokenizer.decode(ids) == expected and ids.count(1) == 1
+    for name in (
+        "none",
+        "defined",
+        "m",
+        "name",
+        "content",
+        "bos_token",
+    ):  # words of the template
+        with pytest.raises(HttpError, match=f"no variable '{name}'"):
+            body["chat_template_kwargs"] = {name: "x"}
+            chat_call(body, NAME, model, "", 5, check=len)
 
 
 def logprobs_of(tokenizer, ids, logprobs, top, chat=False, prompt=()):

@@ -1,16 +1,18 @@
 """OpenAI's Responses API with the official client: its text is a chat's, its events are the client's types."""
 
 import json
+from typing import get_args
 
 import openai
 import pydantic
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseIncludable, ResponseStreamEvent
 from served import NAME, port_of
 from test_tools import TEMPLATE, TOOLS
 from tiny import PRINTABLE
 
 from medusa_jax.serving.http import Limits
+from medusa_jax.serving.http.responses import INCLUDED
 
 EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 FUNCTIONS = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
@@ -191,6 +193,9 @@ def test_an_error_in_a_stream(port, other):
         ({"text": {"verbosity": "low"}}, "'text.verbosity' is not supported"),
         ({"text": {"colour": 1}}, "'colour' in 'text'"),
         ({"top_logprobs": 2}, "'include': ['message.output_text.logprobs']"),
+        ({"include": ["message.output_text.logprob"]}, "did you mean 'message.output_text.logprobs'"),
+        ({"include": [3]}, "'include' has an unknown name: '3'"),
+        ({"metadata": 3}, "'metadata' should be an object"),
         ({"max_output_tokens": 0}, "'max_output_tokens' should be"),
     ],
 )  # fmt: skip
@@ -201,3 +206,7 @@ def test_what_is_refused(client, http, fields, about):
     )
     with pytest.raises(openai.NotFoundError, match="none are stored"):
         client.responses.retrieve("resp_1")
+
+
+def test_names_to_include_are_those_of_the_client():
+    assert {*INCLUDED} == {*get_args(ResponseIncludable)}

@@ -1,7 +1,6 @@
 """From the JSON body of a call to requests: every field is understood or refused by its name."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Lines, Request
 from medusa_jax.text.chat import PLAIN, SPECIALS, encode_turns, template_source
 from medusa_jax.text.fill import Gap, fill_of
+from medusa_jax.text.jinja import variables_of
 from medusa_jax.text.literal_text import literal_text
 from medusa_jax.text.tokenizer import TurnPrompt
 from medusa_jax.text.tool_chat import CallForm, call_form
@@ -190,6 +190,7 @@ def _call(
     streaming = fields.inside("stream_options", {"continuous_usage_stats": (False,)})
     usage = streaming.flag("include_usage")
     streaming.flag("include_obfuscation")
+    fields.take("metadata", (dict,), "an object", {})
     fields.finish()
     requests = [Request(p, options, i, **request_fields) for p in prompts for i in range(n)]
     return Call(requests, stream, usage, options.seed, **settings)
@@ -221,7 +222,8 @@ def _variables(fields: BodyFields, model: Model, template: str, tools: bool) -> 
     variables = fields.take(name, (dict,), "an object", {})
     ignored = template == PLAIN or not variables
     source = "" if ignored else template_source(model.tokenizer, template, tools)
-    names = set(re.findall(r"[^\W\d]\w*", source)) - RESERVED
+    with fields.blamed(name):
+        names = variables_of(source) - RESERVED
     if unknown := next((key for key in variables if key not in names), None):
         problem = f"the chat template has no variable {unknown!r} to be set"
         raise HttpError(400, f"{name!r}: {problem}", name)

@@ -15,6 +15,9 @@ from medusa_jax.whole_files import Json
 MOST_STOPS = 16
 # Letters of llama.cpp's samplers. The options of those that `samplers` leaves out have their defaults.
 SAMPLERS = {"temperature": "t", "top_k": "k", "top_p": "p", "min_p": "m"}
+# Its other samplers, and their letters.
+OTHERS = {"dry": "d", "typ_p": "y", "top_n_sigma": "s", "xtc": "x", "penalties": "e"}
+OTHERS |= {"infill": "i", "adaptive_p": "a"}
 # Defaults of options, and bounds of those that are real numbers.
 DEFAULTS = Options(temperature=1.0)
 NUMBERS = {
@@ -50,6 +53,9 @@ def limit_of(fields: BodyFields, default: int) -> int:
 def lists_sampler(fields: BodyFields, name: str, letter: str) -> bool:
     """Whether `samplers`, names or a text of letters, has this one; it need not be given."""
     listed = fields.take("samplers", (list, str), "a list of names", (name,))
+    known = [*SAMPLERS, *SAMPLERS.values(), *OTHERS, *OTHERS.values()]
+    if unknown := [one for one in listed if one not in known]:
+        raise fields.refused("samplers", f"has an unknown name: {str(unknown[0])[:40]!r}")
     return name in listed or letter in listed
 
 

@@ -48,7 +48,18 @@ RENAMED = {
     r"\.(function|allowed_tools|json_schema)\b": "",
 }
 SYSTEM = ("system", "developer")
-LOGPROBS = "message.output_text.logprobs"  # of `include`
+# Names of `include`; the others are of tools that run at OpenAI, of pictures and of hidden thoughts.
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (
+    LOGPROBS,
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 
 
 def responses_call(body: Any, *settings: Any) -> Call:
@@ -76,6 +87,11 @@ def responses_call(body: Any, *settings: Any) -> Call:
     text = fields.inside("text")
     form = text.take("format", (dict,), "an object", {"type": "text"})
     included = fields.take("include", (list,), "a list of names", [])
+    if unknown := [one for one in included if one not in INCLUDED]:
+        hint = did_you_mean(unknown[0], INCLUDED)
+        raise fields.refused(
+            "include", f"has an unknown name: {str(unknown[0])[:40]!r}{hint}"
+        )
     chat = {name: one for name, one in given.items() if name not in names} | {
         "messages": _turns(fields),
         "max_tokens": limit,
