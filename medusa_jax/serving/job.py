@@ -247,7 +247,8 @@ def make_job(
             f"the prompt has {len(prompt)} tokens, this server takes {most_prompt}: shorten it"
         )
     decode = model.request([prompt], [options], [request.id])
-    between("predicted", max(request.predicted, default=0), 0, model.config.vocab_size - 1)
+    for name, ids in {"predicted": request.predicted, "stop_ids": request.stop_ids}.items():
+        between(name, max(ids, default=0), 0, model.config.vocab_size - 1)
     decode.predicted = [request.predicted]
     stops = decode.stops[0] if decode.stops else ()
     if len(stops) > STOPS[0] or max(map(len, stops), default=0) > STOPS[1]:

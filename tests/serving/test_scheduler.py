@@ -225,6 +225,7 @@ def test_what_cannot_be_answered_is_refused_at_once(model):
         Request("a", options(3, stop_sequences=((1, 2, 3, 4, 5),))),
         Request("a", options(3, logprobs=21)),
         Request("a", options(3), predicted=[1, model.config.vocab_size]),
+        Request("a", options(3), min_tokens=2, stop_ids=[model.config.vocab_size]),
         "a text alone",
     ):
         with pytest.raises(UserError):
