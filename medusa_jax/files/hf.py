@@ -109,6 +109,16 @@ class BaseFiles(Source):
         head = self.tensors[self._lm_head_key]
         return any(_are_equal(head, copy, by) for by in {1.0, divisor})
 
+    def has_embedding(self, copy: Tensor) -> bool:
+        """Whether a stored matrix [V, D] is the embedding times its factor, but for rounding to few bits; by a sample."""
+        table = self.tensors[self.locate("embed_tokens/embedding")[0]]
+        if copy.shape != table.shape:
+            return False
+        rows = np.linspace(0, copy.shape[0] - 1, 256).astype(int)
+        ours, theirs = (read_rows(x, rows).astype(np.float32) for x in (table, copy))
+        ours *= self.config.embedding_multiplier
+        return bool(np.linalg.norm(theirs - ours) < 0.5 * np.linalg.norm(ours))
+
     @property
     def _lm_head_key(self) -> str:
         entry = "embed_tokens/embedding" if self.config.tie_embeddings else "lm_head/kernel"

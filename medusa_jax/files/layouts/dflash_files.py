@@ -4,7 +4,7 @@
   layers.{j}.*                             as in a Qwen3 model
   markov_head.markov_{w1,w2}.weight        [V, R] each (DSpark); early SpecForge has `logit_head.` before them
   confidence_head.proj.{weight,bias}       [1, D + R], [1]; without W1 of the token before in its input [1, D], not read
-  embed_tokens.weight                      a copy of the backbone's, not read
+  embed_tokens.weight                      the backbone's, refused if it is another
   lm_head.weight                           [O, D], if the heads have one of their own, or a copy of the backbone's
   d2t [O] int64, t2d [V] bool              a draft vocabulary, as in `tapped_files.py` (speculators)
 
@@ -146,6 +146,7 @@ class DFlashFiles(Layout):
             layers=shape,
             ids=ids,
             copied_lm_head=LM_HEAD,
+            copied_embedding=EMBEDDING_COPY,
         )
 
     def write(self, export: Export, out: str) -> None:

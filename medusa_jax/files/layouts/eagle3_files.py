@@ -5,7 +5,7 @@
   fc.weight                                [D, A D] for A streams, lowest first; fc_norm.{a}.weight (3.1)
   lm_head.weight                           [O, D], O tokens
   d2t [O] int64, t2d [V] bool              token id - place among the O; which of V tokens they are, if there
-  embed_tokens.weight                      a copy of the backbone's, not read
+  embed_tokens.weight                      the backbone's, refused if it is another
 
 speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.safetensors` or
 `pytorch_model.bin` is next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and
@@ -160,6 +160,7 @@ class Eagle3Files(Layout):
             meta=config,
             layers=shape | depth,
             ids=ids,
+            copied_embedding=EMBEDDING_COPY,
         )
 
     def write(self, export: Export, out: str) -> None:

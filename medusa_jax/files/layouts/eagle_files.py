@@ -2,7 +2,7 @@
 
   fc.weight, fc.bias                                  [D, 2 D]: embedding first; some have no bias
   layers.{j}.self_attn.*, mlp.*, *_layernorm.weight   as in a Llama model; layer 0 has no input_layernorm
-  embed_tokens.weight                                 a copy of the backbone's, ignored
+  embed_tokens.weight                                 the backbone's, refused if it is another
 
 `pytorch_model.bin` or `model.safetensors` with a Llama's `config.json`. The depth of trees is not limited: the
 same layers draft all depths.
@@ -66,6 +66,7 @@ class EagleFiles(Layout):
             ignore=ignore,
             meta=files.config,
             layers={name: getattr(llama, name) for name in _LAYER_FIELDS},
+            copied_embedding=EMBEDDING_COPY,
         )
 
     def write(self, export: Export, out: str) -> None:

@@ -110,6 +110,7 @@ class HydraFiles(Layout):
             locate=locate,
             ignore=ignore,
             meta=config,
+            copied_embedding=_UNUSED[0],
         )
 
     def write(self, export: Export, out: str) -> None:

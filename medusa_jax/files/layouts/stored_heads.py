@@ -35,6 +35,7 @@ class StoredHeads(Source):
       layers: fields of the backbone's shape that decoder layers of the heads depend on, if described.
       ids: token ids of the draft vocabulary; None if the heads score all tokens.
       copied_lm_head: the key of an LM head that may be a copy of the backbone's.
+      copied_embedding: the key of what should be the backbone's embedding times its factor.
       trained_on: the file that they were trained on, if they are for all files of its model; else "".
     """
 
@@ -47,11 +48,22 @@ class StoredHeads(Source):
     layers: Json = field(default_factory=dict)
     ids: np.ndarray | None = None
     copied_lm_head: str = ""
+    copied_embedding: str = ""
     trained_on: str = ""
 
     def fitted(self, base: BaseFiles) -> "StoredHeads":
-        """The same heads, set to use the model's own LM head, MLP width and epsilon where theirs are only copies."""
+        """The same heads, set to use the model's own LM head, MLP width and epsilon where theirs are only copies.
+
+        Raises:
+          UserError: their embedding is not the model's.
+        """
         tensors = dict(self.tensors)
+        embedding = tensors.get(self.copied_embedding)
+        if embedding is not None and not base.has_embedding(embedding):
+            raise UserError(
+                f"key {self.copied_embedding!r} in {self.source} is not the model's embedding times "
+                f"{base.config.embedding_multiplier:g}: heads with an embedding of their own are not supported"
+            )
         fields: Json = {}
         copy = tensors.pop(self.copied_lm_head, None)
         if copy is not None and base.has_lm_head(copy):

@@ -1,5 +1,6 @@
 """Published heads: found, recognised by their keys, read right or refused with a one-line error."""
 
+import dataclasses
 import re
 
 import huggingface_hub
@@ -318,6 +319,27 @@ def test_files_that_are_not_supported(kind, match, fields, tensors, tmp_path):
     config = {k: x for k, x in (config | fields).items() if x is not ...}
     state = {k: x for k, x in (state | tensors).items() if x is not None}
     fails(match, write(tmp_path, state, name, config))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "speculators", "hydra"])
+def test_an_embedding_of_their_own_is_refused(kind, tmp_path):
+    """A copy may be rounded, as 4 bits do; it is multiplied by the model's factor."""
+    llama = dataclasses.replace(LLAMA, embedding_multiplier=12.0)
+    base = write_base(tmp_path / "base", llama)
+    state, name, config = FILES[kind]
+    key = "input_embed_fn.weight" if kind == "hydra" else "embed_tokens.weight"
+    own = np.float32(base.array("embed_tokens/embedding"))
+    noise = 0.1 * own.std() * np.random.default_rng(0).standard_normal((V, D), np.float32)
+    for i, copy in enumerate(
+        (12 * own, 12 * (own + noise), own, np.ones_like(own), own[1:])
+    ):
+        path = write(tmp_path / str(i), state | {key: copy}, name, config)
+        stored = open_heads(str(path))
+        if i < 2:
+            assert stored.fitted(base).heads.drafter == stored.heads.drafter
+        else:
+            with refused(f"key '{key}' in .* is not the model's embedding times 12: heads"):
+                stored.fitted(base)
 
 
 def test_no_head_of_an_adapter_is_lost(tmp_path):
