@@ -94,7 +94,7 @@ class Kernels:
     def attend_prompt(
         self, q_BTNH: jax.Array, new: Pair, cache: Pair, start_B: jax.Array, window: int
     ) -> jax.Array:
-        """Attention of consecutive tokens over themselves and a cached text: `texts.attend_cached`.
+        """Attention of consecutive tokens over themselves and a cached text: `running_softmax.attend_cached`.
 
         Args:
           new: keys and values of the tokens, each [B, G, T, H], not written yet.

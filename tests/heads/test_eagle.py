@@ -24,7 +24,7 @@ from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.fill import Level
 from medusa_jax.heads.optional import loss_view
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.model import texts
+from medusa_jax.model import running_softmax
 from medusa_jax.training.losses import induction
 from medusa_jax.tree.tree import Tree
 
@@ -98,7 +98,7 @@ def numpy_reader(params, drafter, backbone, hidden_TE, tokens_T):
 )
 def test_features_and_logits_of_every_level(heads, monkeypatch):
     """Those of the paper; in training, over several blocks of keys."""
-    monkeypatch.setattr(texts, "BLOCK", 5)
+    monkeypatch.setattr(running_softmax, "BLOCK", 5)
     backbone, drafter, params = problem(heads)
     assert ("bias" in params["heads_0"]["fc"]) == getattr(heads, "fc_bias", False)
     rng = np.random.default_rng(0)
@@ -170,7 +170,7 @@ TARGETS = TrainConfig(label_weight=0.25, teacher_weight=0.5, feature_weight=3.0)
 def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
     """sum_k decay^k (3 smooth L1 to the hidden state + CE / 4 with text + CE / 2 with the backbone),
     each level's mean over the pairs of that distance; each level reads the one above."""
-    monkeypatch.setattr(texts, "BLOCK", 4)
+    monkeypatch.setattr(running_softmax, "BLOCK", 4)
     backbone, drafter, params = problem(SHALLOW)
     kernel = backbone.params["lm_head"]["kernel"]
 
@@ -194,7 +194,7 @@ def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch)
 def test_eagle3_s_loss_of_every_level_and_its_gradient(heads, monkeypatch):
     """Of each level: the sum of -p log q over pairs that count, p the backbone's over IDS, over all
     pairs, those with another label included."""
-    monkeypatch.setattr(texts, "BLOCK", 4)
+    monkeypatch.setattr(running_softmax, "BLOCK", 4)
     whole, (backbone, drafter, params) = stored_base(), problem(heads)
     kernel = np.asarray(whole.params["lm_head"]["kernel"])[:, IDS]
 
@@ -219,7 +219,7 @@ def test_eagle3_s_loss_of_every_level_and_its_gradient(heads, monkeypatch):
 def test_the_induction_loss_and_its_gradient(heads, monkeypatch):
     """-log of the share of attention, a mean over heads, that row t gives to the rows that read token t + 2,
     over all pairs of the first level; 0 without such a row or outside the draft vocabulary."""
-    for module in (texts, induction):
+    for module in (running_softmax, induction):
         monkeypatch.setattr(module, "BLOCK", 4)
     backbone, drafter, params = problem(heads)
     embedding = backbone.params["embed_tokens"]["embedding"]

@@ -10,7 +10,7 @@ from cases import wide
 from closeness import assert_close
 
 from medusa_jax.kernels.cpu import CpuKernels
-from medusa_jax.model import texts
+from medusa_jax.model import running_softmax
 from medusa_jax.model.cache import write_rows
 from medusa_jax.model.grouped import attend
 from medusa_jax.model.kernels import Kernels
@@ -74,7 +74,7 @@ def test_a_text_after_a_cache_sees_it_and_itself(T, kernels, window, first, monk
 
     In the last case no row sees the first block of slots.
     """
-    monkeypatch.setattr(texts, "SLOTS", 64)
+    monkeypatch.setattr(running_softmax, "SLOTS", 64)
     S, rng = 500, np.random.default_rng(T)
     q = jnp.asarray(rng.standard_normal((3, T, 4, 6)))
     cache = tuple(jnp.asarray(x) for x in rng.standard_normal((2, 3, 2, S, 6)))

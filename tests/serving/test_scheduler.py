@@ -14,6 +14,7 @@ from tiny import tiny_arch
 from turns import PIECE, TREE, Client, alone, check, finish, run, scheduler_of
 
 from medusa_jax import Options, Tree, UserError
+from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.decoding import rows
 from medusa_jax.decoding.constrained import MANY
@@ -281,7 +282,7 @@ def test_a_step_has_room_for_every_tree(monkeypatch):
 
     monkeypatch.setattr(batch, "LEAST_SLOTS", 128)
     monkeypatch.setattr(rows, "idle", idle)
-    model = SimpleNamespace(engine=engine, variables_by=None, chooses=False)
+    model = SimpleNamespace(engine=engine, variables_by=None, trees=TreeChoice(Tree.none()))
     tree = Tree.cartesian([3, 2])
     engines = Engines(model, {1: Tree.none(), 2: tree})
     made, widest = batch.Batch(engines, 100, 32), engines.widest
