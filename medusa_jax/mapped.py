@@ -41,8 +41,10 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, struct.error, Runtime
 Made = TypeVar("Made")
 
 
-def kept(what: str, files: Collection[str], marks: Any, make: Callable[[], Made]) -> Made:
-    """What `make` returns, from the cache if it was made from these files at an earlier start.
+def made_once(
+    what: str, files: Collection[str], marks: Any, make: Callable[[], Made]
+) -> Made:
+    """Return `make()`, or what it returned at an earlier start if files and marks are the same.
 
     Args:
       what: its name, for people and in its key.

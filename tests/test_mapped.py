@@ -38,7 +38,7 @@ def example():
 
 
 def kept(tmp_path, make, marks=None):
-    made = mapped.kept("weights", [str(tmp_path / "model")], marks, make)
+    made = mapped.made_once("weights", [str(tmp_path / "model")], marks, make)
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and "_write" in thread.name:
             thread.join()
@@ -149,7 +149,7 @@ mapped.LEAST_BYTES = 1
 if sys.argv[2] == "killed":
     replace = os.replace
     os.replace = lambda a, b: os.kill(os.getpid(), 9) if "packed" in str(b) else replace(a, b)
-print(mapped.kept("weights", [sys.argv[1]], None, lambda: {"x": np.arange(99)})["x"].sum())
+print(mapped.made_once("weights", [sys.argv[1]], None, lambda: {"x": np.arange(99)})["x"].sum())
 """
 
 

@@ -24,7 +24,7 @@ from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.text_defaults import TextDefaults, name_unapplied, text_defaults
 from medusa_jax.kernels.choose import begin_loading
-from medusa_jax.mapped import kept
+from medusa_jax.mapped import made_once
 from medusa_jax.model.convert import place_part
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
@@ -222,4 +222,4 @@ def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
     if not form.storage.panel:
         return hf.load_backbone(*arguments)[1]
     marks = base.config, form, form.kernels.mark
-    return kept("weights", base.files, marks, lambda: hf.load_backbone(*arguments)[1])
+    return made_once("weights", base.files, marks, lambda: hf.load_backbone(*arguments)[1])

@@ -19,7 +19,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.names import split_drafter
 from medusa_jax.heads.registry import is_baseline, make_drafter, no_drafter
-from medusa_jax.mapped import kept
+from medusa_jax.mapped import made_once
 from medusa_jax.model.convert import place_head
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, param_shardings
@@ -83,7 +83,7 @@ class HeadsFiles:
             storage,
             self.form.kernels.mark,
         )
-        return kept("draft heads", files, marks, packed)
+        return made_once("draft heads", files, marks, packed)
 
     def _packed(self, storage: Storage) -> tuple[HeadsConfig, Params]:
         heads, params, _ = load_heads(

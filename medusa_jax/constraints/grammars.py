@@ -45,7 +45,7 @@ OVERLAP = "its oneOf needs schemas that their types or a constant property tell 
 # depend on the machine's speed: costly expressions grow by about 100 MB in a second.
 MOST_BYTES = 256 << 20
 # The last resort, for what takes time without memory: CPU seconds of the child, and seconds on the clock.
-CPU_SECONDS, PATIENCE = 20.0, 300.0
+CPU_SECONDS, WALL_SECONDS = 20.0, 300.0
 CHILD = Path(__file__).with_name("child.py")
 
 
@@ -165,11 +165,11 @@ def try_to_compile(
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            timeout=PATIENCE,
+            timeout=WALL_SECONDS,
             start_new_session=True,  # Ctrl-C is for the parent
         )
     except subprocess.TimeoutExpired:
-        return {"too_costly": f"{PATIENCE:g} s"}
+        return {"too_costly": f"{WALL_SECONDS:g} s"}
     try:
         answer: Json = json.loads(process.stdout.splitlines()[-1])
     except (ValueError, IndexError):

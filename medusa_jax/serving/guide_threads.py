@@ -12,7 +12,7 @@ from medusa_jax.constraints.host_work import RowWork, Workers, Works
 from medusa_jax.errors import UserError, first_line
 
 # Seconds that a step waits for threads; rows whose work is late skip the step.
-PATIENCE = 0.02
+WAIT_SECONDS = 0.02
 
 
 class WorkCall:
@@ -52,7 +52,7 @@ class GuideThreads(Workers):
             if not call or not work.repeats(call.work):
                 self._calls[work.guide] = call = WorkCall(work)
                 self._pool.submit(call.run).add_done_callback(lambda _: self._wake())
-        end, ready = time.monotonic() + PATIENCE, {}
+        end, ready = time.monotonic() + WAIT_SECONDS, {}
         for row, work in works.items():
             call = self._calls[work.guide]
             if call.filled.wait(max(0.0, end - time.monotonic())):

@@ -10,7 +10,7 @@ from medusa_jax.api import StoppingText
 from medusa_jax.serving.request import Lines
 
 # A text without a whole line may take this many times its time, so that an editor has a line to show.
-PATIENCE = 2
+LATE = 2
 
 
 class LineText(StoppingText):
@@ -38,7 +38,7 @@ class LineText(StoppingText):
         seconds = time.perf_counter() - self._started_at
         if seconds > self._seconds and last_line:
             places.append(last_line)
-        elif seconds > PATIENCE * self._seconds:
+        elif seconds > LATE * self._seconds:
             places.append(len(text))
         stops, ends = super()._ends(), [place - shown for place in places]
         if min(ends, default=math.inf) < min(stops, default=math.inf):

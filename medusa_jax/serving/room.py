@@ -8,7 +8,7 @@ from medusa_jax.serving.jobs import Jobs
 from medusa_jax.serving.programs import Compiler, NotCompiled, Programs
 
 # The batch shrinks after this many turns that needed fewer rows or slots.
-PATIENCE = 64
+ROOMY_TURNS = 64
 
 
 class Room:
@@ -77,7 +77,7 @@ class Room:
         self.batch.resize(n_rows, slots)
 
     def shrink(self, lengths: Mapping[int, int], margin: int) -> None:
-        """Shrink to the rows and slots in use, after `PATIENCE` turns that needed less.
+        """Shrink to the rows and slots in use, after `ROOMY_TURNS` turns that needed less.
 
         Args:
           lengths: text length by occupied row, as far as the host knows.
@@ -89,6 +89,8 @@ class Room:
         fewer = n_rows < batch.rows or slots < batch.slots
         self._roomy = self._roomy + 1 if fewer else 0
         groups = {BASE, *(row.job.group for row in self.jobs.rows if row.job)}
-        if self._roomy >= PATIENCE and all(self.is_ready(g, n_rows, slots) for g in groups):
+        if self._roomy >= ROOMY_TURNS and all(
+            self.is_ready(g, n_rows, slots) for g in groups
+        ):
             self.resize(n_rows, slots)
             self._roomy = 0

@@ -103,7 +103,7 @@ def test_a_paused_row_is_not_overwritten(model, scheduler):
 
 def test_a_start_is_reused_of_a_row_that_ended_without_room(model, scheduler, monkeypatch):
     """What the steps of others write for it is hidden from a later text, but has to be numbers."""
-    monkeypatch.setattr("medusa_jax.serving.room.PATIENCE", 4)
+    monkeypatch.setattr("medusa_jax.serving.room.ROOMY_TURNS", 4)
     scheduler._room.resize(2, 256)
     start = model.encode(LONG)[:100]
     longer, other = Request(start, options(60)), Request("the hat", options(90))

@@ -66,7 +66,7 @@ def pool(model):
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_comes_and_goes(model, make, pool, seed, monkeypatch):
     """Texts are those of solo runs, whatever programs are ready and whoever leaves; no start is taken for another."""
-    monkeypatch.setattr(room, "PATIENCE", [3, 64][seed % 2])
+    monkeypatch.setattr(room, "ROOMY_TURNS", [3, 64][seed % 2])
     rng, clients = random.Random(seed), []
     programs = Delayed(rng, 60 if seed > 1 else 2)
     taken = make(programs)
@@ -161,7 +161,7 @@ def test_pieces_come_at_a_steady_pace(model, make, step, monkeypatch):
 
 
 def test_as_many_rows_as_are_busy(model, make, monkeypatch):
-    monkeypatch.setattr(room, "PATIENCE", 8)
+    monkeypatch.setattr(room, "ROOMY_TURNS", 8)
     taken = make()
     long = Client(taken, model, asked(3, 90))
     others = [Client(taken, model, asked(3, 6)) for _ in range(2)]
