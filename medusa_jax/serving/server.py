@@ -47,7 +47,8 @@ class Server:
       max_prompt_tokens: most tokens of a prompt; by default the context.
       max_new_tokens: most tokens of an answer; by default the context.
       learner: trains the draft heads on finished answers while no request runs.
-      chunk_steps, piece: as for `Scheduler`.
+      chunk_steps: as for `Scheduler`.
+      piece: as for `Scheduler`; 0 is that of the kernels.
 
     Example:
       with Server(model, slots=8) as server:
