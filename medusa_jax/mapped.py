@@ -44,7 +44,7 @@ Made = TypeVar("Made")
 def made_once(
     what: str, files: Collection[str], marks: Any, make: Callable[[], Made]
 ) -> Made:
-    """Return `make()`, or what it returned at an earlier start if files and marks are the same.
+    """Return `make()`; if an earlier start made it from the same files and marks, read it from the cache.
 
     Args:
       what: its name, for people and in its key.

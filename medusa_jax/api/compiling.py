@@ -2,7 +2,10 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
+
+Stage = Callable[[], None]
+Result = TypeVar("Result")
 
 
 class Compiling:
@@ -16,9 +19,11 @@ class Compiling:
       seconds: spent so far.
     """
 
-    def __init__(self, warm_up: Any = None, done: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, warm_up: Callable[[], Stage] | None = None, done: Stage | None = None
+    ) -> None:
         self._warm_up, self._done, self.seconds = warm_up, done, 0.0
-        self._steps: Any = None
+        self._steps: Stage | None = None
 
     def prompts(self) -> bool:
         """Compile what reads the prompts; False if all is compiled."""
@@ -29,13 +34,14 @@ class Compiling:
 
     def steps(self) -> None:
         """Compile the rest."""
-        if self.prompts():
+        self.prompts()
+        if self._steps:
             self._timed(self._steps)
             self._steps = None  # frees its state
             if self._done:
                 self._done()
 
-    def _timed(self, stage: Any) -> Any:
+    def _timed(self, stage: Callable[[], Result]) -> Result:
         start = time.perf_counter()
         result = stage()
         self.seconds += time.perf_counter() - start

@@ -214,7 +214,7 @@ class LoadedModel:
           ids: request ids, which decide the noise together with the seed; by default 0, 1, ...
 
         Raises:
-          UserError: a prompt that leaves no room in the context, or ends that are no tokens.
+          UserError: a prompt that leaves no room in the context, or EOS ids outside the vocabulary.
         """
         if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
             raise self.tokenizer.missing("stop strings cannot be found")

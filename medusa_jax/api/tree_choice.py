@@ -34,7 +34,7 @@ class TreeChoice:
       file: the tree file next to the heads, if there is one.
       by_rows: default trees by number of rows, as far as known; {}: `tree` for all.
       chooses: by default, steps choose among `sizes` of the tree, where the text cannot depend on it.
-      mark: of this machine and all that the time of a step depends on besides the tree; "" if there is no drafter.
+      mark: tells this machine and everything but the tree that the time of a step depends on; "" without a drafter.
     """
 
     tree: Tree

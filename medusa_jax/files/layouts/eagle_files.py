@@ -83,7 +83,7 @@ class EagleForSGLang(EagleFiles):
     loading = "`--speculative-algorithm EAGLE --speculative-draft-model-path {out}`"
 
     def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """SGLang's layers are those of a Llama or Qwen2."""
+        """SGLang runs the layers as a Llama's or a Qwen2's."""
         reason = super().why_not(heads, llama) or _unknown_layers("sglang", llama)
         return reason or without_factor("sglang", llama)
 
@@ -106,7 +106,7 @@ class EagleForVLLM(EagleFiles):
     )
 
     def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """vLLM's layers are those of a Llama, without a bias after fc."""
+        """vLLM runs the layers as a Llama's, and fc without a bias."""
         assert isinstance(heads, EagleConfig)
         reason = super().why_not(heads, llama)
         if not reason and heads.fc_bias:

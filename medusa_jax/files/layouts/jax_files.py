@@ -2,8 +2,8 @@
 
 tpu-inference 0.32.0 runs `LlamaForCausalLM` as an EAGLE-3 drafter in JAX, other names in torch or not at all. It
 refuses unknown keys and files without `d2t`. sglang-jax (cddbf6f1; DSpark: 8704afbd) reads the same directory.
-Embedding and LM head of DFlash and DSpark are the model's. Both ignore fields that they do not know, without a word,
-so that `why_not` says what the engine computes anyway.
+Embedding and LM head of DFlash and DSpark are the model's. Both engines silently ignore fields that they do
+not know, so `why_not` refuses heads that they would run differently.
 """
 
 import os
@@ -33,14 +33,14 @@ Faults = list[tuple[object, str]]
 
 
 class _ForTpu(Layout):
-    """Refuses what the engine misreads, and models whose name it does not know, where others have the same shape."""
+    """Refuses heads that the engine misreads, and models that it does not know by name."""
 
     name = "tpu_inference"
     loading = "tpu-inference: as for vLLM, with `--speculative-config` and this directory as the model"
     engine: ClassVar[str] = TPU
 
     def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """The first fault, those of the model last."""
+        """The first reason that holds; those of the model come last."""
         for holds, reason in self.faults(heads, llama):
             if holds:
                 return f"{self.engine} {reason}"
@@ -57,7 +57,7 @@ class _ForTpu(Layout):
         return self.unknown_model(heads.drafter, architectures)
 
     def faults(self, heads: HeadsConfig, llama: LlamaConfig | None) -> Faults:
-        """What the engine may misread, in the order to tell it."""
+        """What the engine may misread, in the order of reports."""
         raise NotImplementedError
 
     def unknown_model(self, drafter: str, architectures: list[str]) -> str:

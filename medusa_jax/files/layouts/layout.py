@@ -149,8 +149,8 @@ class Layout:
       name: its value of `--to`.
       loading: how to load the directory {out} with {heads} heads of the kind {drafter} (or {DRAFTER}) for the model
         {base}, for the model card.
-      drafters: the kinds of heads that it can hold; "*" stands for all. `registry.TARGETS` repeats those of the
-        package's layouts, so that others are not imported.
+      drafters: the kinds of heads that it can hold, "*" for all. `registry.TARGETS` repeats them for the package's
+        layouts, so that a layout can be found without importing the others.
       draft_vocab: it can store which tokens the heads score.
     """
 
