@@ -33,6 +33,9 @@ COMMANDS = {
         "research.clients",
         "tokens per second of the server by number of clients, and llama.cpp's",
     ),
+    "gaps": Command(
+        "costs", "research.gaps", "how long a stream waits while the heads learn"
+    ),
     "keystrokes": Command(
         "costs",
         "research.keystrokes",

@@ -27,6 +27,7 @@ from medusa_jax.console import inform
 from medusa_jax.evaluate.questions import read_prompts, record_prompts
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.kept_programs import use_compilation_cache
+from medusa_jax.learning.learner import Learner
 from medusa_jax.notation import entries
 from medusa_jax.serving import Server
 from medusa_jax.serving.chunks import PACE
@@ -163,9 +164,11 @@ def run(flags: Flags) -> int:
 
 
 @contextmanager
-def served(model: Model, slots: int, new: int, prompt: int) -> Iterator[tuple[Server, str]]:
+def served(
+    model: Model, slots: int, new: int, prompt: int, learner: Learner | None = None
+) -> Iterator[tuple[Server, str]]:
     """A warm HTTP server of a model and its address, for this many tokens of a text and of its prompt."""
-    with Server(model, slots=slots, max_new_tokens=new) as server:
+    with Server(model, slots=slots, max_new_tokens=new, learner=learner) as server:
         server.warm_up(prompt + new, [BASE, Group(drafts=False)])
         cache_sizes = server._scheduler.slot_sizes(prompt + new)
         nodes = [tree.n_nodes for tree in server._scheduler._batch.engines.sizes[1:]]

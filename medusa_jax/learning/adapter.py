@@ -1,6 +1,9 @@
 """A low-rank adapter of every kernel of the draft heads, trained on a few windows of text a step."""
 
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import flax.linen as nn
@@ -8,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from medusa_jax.api import Model
 from medusa_jax.config import LoraConfig, TrainConfig
@@ -19,6 +22,7 @@ from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.learning import moments
 from medusa_jax.learning.windows import Window
 from medusa_jax.model import lora
+from medusa_jax.model.adapter import with_adapter
 from medusa_jax.model.convert import decoding_config, place_head
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
@@ -36,6 +40,9 @@ REMEMBERED = 3.0
 MEAN = 0.98
 # Learned positions whose logits exist at a time.
 CHUNK = 32
+# Where a kernel's parameters have its factors in the loss. With them merged, the gradient of all of the kernel would be
+# computed first.
+ENTRY = "adapter"
 # Levels of drafts in the loss, if they share their layers: with one, other text loses twice as much in the deeper ones
 # (research/log/2026-11_smollm2.md). The weights that it takes from the heads' recipe.
 LEVELS = 2
@@ -72,11 +79,10 @@ class Adapter:
         self._model, self._merged = model, jax.jit(merged)
         rate = optax.linear_schedule(0.0, RATE, WARM_UP)
         self._adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
-        self._gradient, self._update = (
-            jax.jit(jax.grad(self._adapted_sum)),
-            jax.jit(self._adam.update),
-        )
-        self._observed = jax.jit(jax.grad(self._observed_sum))
+        self._update = jax.jit(self._adam.update)
+        self._forward = jax.jit(partial(_pullback, self._adapted_sum))
+        self._observed_forward = jax.jit(partial(_pullback, self._observed_sum))
+        self._backward = jax.jit(lambda pullback: pullback(jnp.ones(()))[0])
         self._forgotten = jax.jit(jax.grad(moments.forgotten), static_argnums=3)
         flat = flatten_dict(self.heads, sep="/").items()
         kernels = {n: x.shape for n, x in flat if n.endswith("/kernel") and x.ndim == 2}
@@ -91,17 +97,27 @@ class Adapter:
         self._state, self._steps = self._adam.init(factors), steps
         self._total, self._learned = jax.tree.map(jnp.zeros_like, factors), 0
 
-    def add(self, window: Window) -> None:
-        """Accumulate the gradient of a window for the next step."""
-        gradient = self._gradient(self._trained, self.heads, self._frozen, window)
-        self._total = jax.block_until_ready(jax.tree.map(jnp.add, self._total, gradient))
+    def add(self, window: Window) -> Iterator[bool]:
+        """Accumulate the gradient of a window for the next step, yielding True after each unit of work."""
+        parts = self._trained, self.heads, self._frozen, window
+        gradient = yield from self._gradient(self._forward, parts)
+        self._total = jax.tree.map(jnp.add, self._total, gradient)
         self._learned += int(np.sum(window.counted_1W))
 
-    def remember(self, window: Window) -> None:
-        """Add a rehearsed window to what must not be forgotten."""
-        added = self._observed(self._moments, self.heads, self._frozen, window)
-        self._moments = jax.block_until_ready(jax.tree.map(jnp.add, self._moments, added))
+    def remember(self, window: Window) -> Iterator[bool]:
+        """Add a rehearsed window to what must not be forgotten, yielding True after each unit of work."""
+        parts = self._moments, self.heads, self._frozen, window
+        added = yield from self._gradient(self._observed_forward, parts)
+        self._moments = jax.tree.map(jnp.add, self._moments, added)
         self._rehearsed += int(np.sum(window.counted_1W))
+
+    def _gradient(self, forward: Any, parts: Any) -> Generator[bool, None, Params]:
+        """The gradient with respect to the first part, by a unit of work forward and one backward."""
+        pullback = jax.block_until_ready(forward(*parts))
+        yield True
+        gradient: Params = jax.block_until_ready(self._backward(pullback))
+        yield True
+        return gradient
 
     def step(self) -> None:
         """Take the step. One whose gradient is not finite is left out: all later weights would be NaN."""
@@ -130,7 +146,8 @@ class Adapter:
     def _adapted_sum(
         self, factors: Params, heads: Params, frozen: Params, window: Window
     ) -> jax.Array:
-        return self._sum(merged(factors, heads), frozen, window)
+        with nn.intercept_methods(adapt):
+            return self._sum(adapted(heads, factors), frozen, window)
 
     def _observed_sum(
         self, known: Params, heads: Params, frozen: Params, window: Window
@@ -177,5 +194,24 @@ def first_answer(tokens: np.ndarray, counted: np.ndarray) -> Text:
 
 
 def merged(factors: Params, heads: Params) -> Params:
-    """The heads with the adapter."""
+    """The heads with the adapter added to their kernels."""
     return lora.merged(heads, factors, LORA)
+
+
+def adapted(heads: Params, factors: Params) -> Params:
+    """The heads with the adapter next to their kernels, for `adapt`."""
+    scaled = flatten_dict(lora.scale(factors, LORA))
+    beside = {(*path[:-1], ENTRY, path[-1]): x for path, x in scaled.items()}
+    return unflatten_dict(flatten_dict(heads) | beside)  # type: ignore[no-any-return]
+
+
+def adapt(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Interceptor of modules (`nn.intercept_methods`) that adds the adapter's product to the kernel's."""
+    y, module = call(*args, **kwargs), context.module
+    if context.method_name != "product" or not module.has_variable("params", ENTRY):
+        return y
+    return with_adapter(module.get_variable("params", ENTRY), args[0], y)
+
+
+def _pullback(function: Callable[..., jax.Array], of: Params, *others: Any) -> Any:
+    return jax.vjp(lambda of: function(of, *others), of)[1]

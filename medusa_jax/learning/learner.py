@@ -147,12 +147,10 @@ class Learner:
             read = yield from windows_of(self._model, text)
             self._rehearsal += read
             for window in read:
-                self.adapter.remember(window)
-                yield True
+                yield from self.adapter.remember(window)
         for windows in filter(None, (self._windows, self._rehearsal)):
             for at in self._draw.integers(len(windows), size=WINDOWS):
-                self.adapter.add(windows[at])
-                yield True
+                yield from self.adapter.add(windows[at])
         self.adapter.step()
         self.facts["steps"] += 1
 

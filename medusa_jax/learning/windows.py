@@ -21,8 +21,7 @@ from medusa_jax.sharding import Params
 from medusa_jax.tree.growth import TextRanks
 
 # Tokens of a window, and at most how many of them are context without a loss. With half of the context, drafters with
-# attention learn two thirds as much (research/log/2026-11_smollm2.md). The largest unit of work is the gradient of a
-# window: at most 0.4 s of one core with SmolLM2.
+# attention learn two thirds as much (research/log/2026-11_smollm2.md).
 WIDTH, CONTEXT = 256, 128
 # Tokens that the backbone reads at a time.
 PIECE = 32
