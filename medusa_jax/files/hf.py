@@ -32,7 +32,6 @@ from medusa_jax.files.source import Source, flatten
 from medusa_jax.files.stored_forms import as_llama
 from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
 from medusa_jax.files.tensors import open_checkpoint, weights_file
-from medusa_jax.mapped import made_once
 from medusa_jax.model.convert import abstract_params
 from medusa_jax.sharding import Params
 
@@ -131,14 +130,6 @@ class BaseFiles(Source):
 
     def fingerprint(self) -> str:
         """The `Fingerprint` of the model, from a sample of the weights in its files."""
-        return made_once("fingerprint", self.files, self.config, self._fingerprint)
-
-    def norm_digest(self) -> str:
-        """Digest of the final norm's scale, 16 hex digits: quantisation leaves it as it is, but for its type."""
-        scale_D = self.array("norm/scale")
-        return hashlib.sha256(sample_bytes(scale_D, scale_D.size)).hexdigest()[:16]
-
-    def _fingerprint(self) -> str:
         result = Fingerprint()
         keys = self.keys(abstract_params(self.config))
         result.update(
@@ -149,6 +140,11 @@ class BaseFiles(Source):
             },
         )
         return result.hexdigest(self.config)
+
+    def norm_digest(self) -> str:
+        """Digest of the final norm's scale, 16 hex digits: quantisation leaves it as it is, but for its type."""
+        scale_D = self.array("norm/scale")
+        return hashlib.sha256(sample_bytes(scale_D, scale_D.size)).hexdigest()[:16]
 
     @cached_property
     def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
