@@ -63,7 +63,7 @@ class Options:
       top_p: keep the likeliest tokens up to this mass; 1 keeps all, 0 the likeliest one.
       min_p: drop tokens below this share of the likeliest one's probability; 0 drops none.
       seed: random seed; draws depend only on it and on the request's index.
-      stop: strings, or a single one, that end the text; they are cut off.
+      stop: strings, or a single one, that end the text; they are cut off the text, not off its tokens.
       eos_ids: tokens that end the text and are kept; None: the model's, (): none.
       stop_sequences: token sequences that end the text and are kept; ((5,),) adds the id 5 to
         the model's EOS ids.
@@ -129,7 +129,7 @@ class Result:
 
     Attributes:
       text: the generated text without special tokens and stop strings.
-      token_ids: the same as ids; an EOS or stop sequence is kept.
+      token_ids: of this text, and of what ended it: an EOS, a stop sequence or a stop string.
       draft_depths: for each token the tree depth it was accepted at, negative if it was copied from the
         text; 0 = the verifier's own.
       finish_reason: "stop" (EOS, stop sequence or stop string), "length", "context",
@@ -164,7 +164,7 @@ class Result:
     drafter: str | None = None
 
     def cut(self, n_tokens: int, text: str) -> None:
-        """Truncate to the tokens and text before a stop string."""
+        """Truncate to the text before a stop string, and to the tokens up to its end."""
         self.text, self.finish_reason = text, "stop"
         self.token_ids = self.token_ids[:n_tokens]
         self.draft_depths = self.draft_depths[:n_tokens]

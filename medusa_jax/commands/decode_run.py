@@ -24,6 +24,8 @@ from medusa_jax.text.tokenizer import Tokenizer
 
 # A smaller mean accepted length means that drafts have hardly helped a text.
 HELPED = 1.1
+# Flags without effect on a conversation.
+OF_ONE_TEXT = "json", "compare", "logprobs"
 
 
 def run(flags: Flags, began: float) -> int:
@@ -33,6 +35,9 @@ def run(flags: Flags, began: float) -> int:
       began: when the command began, by `time.perf_counter`.
     """
     if is_conversation(flags):
+        for name in OF_ONE_TEXT:
+            if getattr(flags, name) not in (None, False):
+                raise UserError(f"--{name} is not for conversations: give a prompt")
         return talk(flags)
     if flags.learn is not None:
         raise UserError("--learn is for conversations: give --chat and no prompt")

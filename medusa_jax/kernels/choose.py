@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.devices.platforms import platform, platform_of
+from medusa_jax.errors import UserError
 from medusa_jax.model.kernels import PLAIN, Kernels
 
 # "own": attention without the libraries' kernels and those for TPUs.
@@ -30,10 +31,13 @@ def choose_kernels(
       head_dim: of that model's attention; 0: without whole native layers.
 
     Raises:
-      UserError: MEDUSA_JAX_PRODUCTS is unknown or cannot be followed.
+      UserError: a variable has an unknown value, or MEDUSA_JAX_PRODUCTS cannot be followed.
     """
     name = platform() if mesh is None else platform_of(mesh)
-    library_attention = os.environ.get(ATTENTION) != "own"
+    setting = os.environ.get(ATTENTION, "")
+    if setting not in ("", "own"):
+        raise UserError(f"{ATTENTION} is own or not set, not {setting!r}")
+    library_attention = setting != "own"
     # Only the chosen file is loaded.
     if name == "cuda":
         from medusa_jax.kernels.cuda import CudaKernels

@@ -74,6 +74,9 @@ def test_one_cpu_decodes_by_the_native_kernels(monkeypatch):
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "tiles")
     with pytest.raises(UserError, match="plain or native, not 'tiles'"):
         choose_kernels(mesh, "float32", 32)
+    monkeypatch.setenv("MEDUSA_JAX_ATTENTION", "mine")
+    with pytest.raises(UserError, match="own or not set, not 'mine'"):
+        choose_kernels(mesh)
 
 
 @pytest.mark.parametrize("kernels", [CpuKernels(), CudaKernels(), TpuKernels()])

@@ -45,8 +45,10 @@ def convert(export: Export, target: str, out: str, allow_other_base: bool = Fals
     file = os.path.join(stored.directory, "tree.json")
     tree = TreeFile.read(file).content if os.path.isfile(file) else {}
     name = os.path.basename(os.path.normpath(out))
-    card = model_card(export, layout.loading, name, tree)
     with replacing(out) as folder:
         layout.write(export, folder)
+        files = [file for file in os.scandir(folder) if not file.name.endswith(".json")]
+        n_bytes = sum(file.stat().st_size for file in files)
+        card = model_card(export, layout.loading, name, tree, n_bytes)
         write_text(os.path.join(folder, "README.md"), card)
     return layout.name

@@ -2,9 +2,8 @@
 
 import os
 
-import numpy as np
-
 from medusa_jax.files.layouts.layout import Export
+from medusa_jax.notation import byte_size
 from medusa_jax.whole_files import Json
 
 NOTHING = (
@@ -13,18 +12,18 @@ NOTHING = (
 )
 
 
-def model_card(export: Export, loading: str, out: str, tree: Json) -> str:
+def model_card(export: Export, loading: str, out: str, tree: Json, n_bytes: int) -> str:
     """The text of README.md.
 
     Args:
       loading: as in `Layout`.
       out: its name.
       tree: the tree file of the heads, with its evidence; {} if there is none.
+      n_bytes: of its weights.
     """
     stored, heads, base = export.stored, export.stored.heads, export.base_name
     on_hub = "/" in base and not os.path.exists(base)
     name = base if on_hub else os.path.basename(os.path.abspath(base))
-    count = sum(int(np.prod(x.shape)) for x in export.params.values())
     loading = loading.format(
         base=name, out=out, heads=heads.n_heads, drafter=heads.drafter, DRAFTER=heads.drafter.upper(),
     )  # fmt: skip
@@ -44,9 +43,8 @@ The heads draft tokens and the backbone verifies them: the text is the backbone'
 - kind: {heads.drafter}
 - heads: {heads.n_heads}
 - layers per head: {heads.n_layers}
-- LM heads: {heads.lm_head}
-- parameters: {count:,}
-- stored in: {export.kind.name}
+- LM heads, as trained: {heads.lm_head}
+- weights: {byte_size(n_bytes)} in {export.kind.name}
 - backbone: {name}
 - read from: {stored.layout}
 

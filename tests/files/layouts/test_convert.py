@@ -40,6 +40,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class
+from medusa_jax.notation import byte_size
 
 pytestmark = pytest.mark.usefixtures("x64")
 TYPES = ["float32", "bfloat16", "float16"]
@@ -389,6 +390,8 @@ def test_mixed_types_are_stored_in_one_that_holds_them(base, tmp_path):
     assert {x.dtype.name for x in written.values()} == {"float32"}
     for key, x in state.items():
         np.testing.assert_array_equal(written[key], x)
+    size = (out / "medusa_lm_head.safetensors").stat().st_size
+    assert f"- weights: {byte_size(size)} in float32\n" in (out / "README.md").read_text()
 
 
 def test_the_card_gives_the_measurements(base, tmp_path):
