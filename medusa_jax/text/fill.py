@@ -18,6 +18,9 @@ WINDOW = 2048
 # The text before a gap loses its beginning in steps of this part of the window, so that the prompt of the next
 # keystroke begins equally and its cache can be used.
 STEPS = 8
+# Characters of a token, of which no text has more on average. Text beyond them is not tokenised: a megabyte takes seconds,
+# some texts minutes.
+CHARACTERS = 16
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,10 @@ class Fill:
           files: names and texts of other files, the oldest first.
           room: most tokens of the prompt.
         """
-        before, after, line_ids = map(self._ids, (gap.prefix, gap.suffix, line))
         window = min(WINDOW, room // 2)
+        most = CHARACTERS * window
+        prefix = gap.prefix[max(0, len(gap.prefix) // most - 1) * most :]
+        before, after, line_ids = map(self._ids, (prefix, gap.suffix[:most], line))
         excess, step = max(0, len(before) - 3 * (window // 4)), max(1, window // STEPS)
         before = before[-(-excess // step) * step :]
         after = after[: max(0, window // 4 - 2 - len(line_ids))]
@@ -87,6 +92,8 @@ class Fill:
         left = room - window - len(head) - len(own) - 3
         kept: list[list[int]] = []
         for name, text in reversed(files):
+            if len(text) > CHARACTERS * room:
+                break
             ids = [*self._named(f"{name}\n"), *self._ids(text)]
             left -= len(ids)
             if left < 0:

@@ -8,7 +8,7 @@ from tiny import write_coder, write_model
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import resolve
-from medusa_jax.text.fill import Gap, fill_of
+from medusa_jax.text.fill import CHARACTERS, Gap, fill_of
 from medusa_jax.text.tokenizer import load_tokenizer
 
 
@@ -69,6 +69,21 @@ def test_what_does_not_fit(coder):
     assert jumps == 3 and len(prompts[0]) > 700
     short = shown(coder, fill.editor_prompt(Gap("p" * 40, ""), "l", [], 110))
     assert f"{34 * 'p'}l" in short and 35 * "p" not in short
+
+
+def test_text_far_from_the_gap_is_not_tokenised(coder, monkeypatch):
+    fill, room = fill_of(coder), 2 * 800
+    most, encode, lengths = CHARACTERS * 800, fill._ids, []
+    monkeypatch.setattr(fill, "_ids", lambda t: lengths.append(len(t)) or encode(t))
+    prefix, suffix = "abcdefg" * most, "s" * 9 * most
+    files = [("a", "a"), ("b", "b" * (2 * most + 1)), ("c", "c")]
+    ids = fill.editor_prompt(Gap(prefix, suffix), "l", files, room)
+    assert max(lengths) <= 2 * most and sum(map(len, (prefix, suffix))) > 15 * most
+    assert shown(coder, ids).count("<|file_sep|>") == 2  # the file c, and this one
+    for n in (1, 5):
+        assert (
+            fill.editor_prompt(Gap(prefix[n * most :], "s" * 900), "l", files, room) == ids
+        )
 
 
 def test_names_in_the_files_count_before_spellings(tmp_path, tokenizer_json):
