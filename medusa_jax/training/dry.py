@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from medusa_jax.config import Config, DataConfig, ModelConfig
+from medusa_jax.config import Config, DataConfig
 from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import is_here, resolve
@@ -111,9 +111,7 @@ def shapes_of(plan: RunPlan) -> Shapes:
     steps = train.steps or 1000
     stage = make_stage(train, plan.arch, plan.groups, plan.drafter, plan.lora, steps, mesh)
     optimizer = make_optimizer(plan.optim, plan.groups, steps)
-    frozen = placed_shapes(
-        mesh, frozen_shapes(stage, plan.model, train.backbone_loss == "kl")
-    )
+    frozen = placed_shapes(mesh, frozen_shapes(plan))
     begin = partial(init_state, stage, optimizer, mesh, seed=train.seed)
     state = placed_shapes(mesh, jax.eval_shape(begin, frozen))
     schedule = make_schedule(plan.optim, steps)
@@ -129,28 +127,26 @@ def shapes_of(plan: RunPlan) -> Shapes:
 def hidden_shape(kind: str, T: int, stage: Stage) -> jax.ShapeDtypeStruct:
     """The hidden states of a row, as `data.cache_features` stores them."""
     states = jax.ShapeDtypeStruct((1, T, stage.width), jnp.float32)
-    codes = jax.eval_shape(partial(encode, kind, D=stage.arch.d_model), states)
+    D = stage.grouped.llama.config.d_model
+    codes = jax.eval_shape(partial(encode, kind, D=D), states)
     return jax.ShapeDtypeStruct(codes.shape[1:], codes.dtype)
 
 
-def frozen_shapes(stage: Stage, model: ModelConfig, kl: bool) -> PyTree:
-    """Shapes of the frozen groups that `setup.load_setup` would load.
-
-    Args:
-      kl: the original of a trained backbone is its teacher.
-    """
+def frozen_shapes(plan: RunPlan) -> PyTree:
+    """Shapes of the frozen groups that `setup.load_setup` would load."""
 
     def backbone(key: jax.Array) -> PyTree:
-        params = init_params(stage.arch, key, jnp.dtype(model.param_dtype))
-        return quantise_backbone(params, model.quantise) if model.quantise else params
+        params = init_params(plan.arch, key, jnp.dtype(plan.model.param_dtype))
+        kind = plan.model.quantise
+        return quantise_backbone(params, kind) if kind else params
 
     key, frozen = jax.eval_shape(lambda: jax.random.key(0)), {}
-    if "backbone" not in stage.groups:
+    if "backbone" not in plan.groups:
         frozen["backbone"] = jax.eval_shape(backbone, key)
-    elif kl:
+    elif plan.train.backbone_loss == "kl":
         frozen["teacher"] = jax.eval_shape(backbone, key)
-    if stage.draft_vocab:
-        ids_O = jax.ShapeDtypeStruct((stage.draft_vocab,), jnp.int32)
+    if plan.drafter and (n := plan.drafter.heads.draft_vocab):
+        ids_O = jax.ShapeDtypeStruct((n,), jnp.int32)
         frozen[vocabulary.GROUP] = {"ids": ids_O}
     return frozen
 

@@ -41,38 +41,28 @@ class Stage:
     Variables are dicts of groups ("backbone", "lora", "heads"), as in `partition.TABLE`.
 
     Attributes:
-      groups: the trained groups, and how.
-      arch: the backbone's shape.
       offsets: for each loss, how many tokens ahead it predicts; 1 for the backbone's.
       loss: the minimised function.
       init: (key, existing groups) -> the trained groups that do not exist yet.
       lambda_0: step -> weight of the heads' loss, if it is one of two terms.
       grouped: builds the backbone from its groups.
       drafter: the heads; None without heads.
-      taps: layers of the backbone that the heads read (`Drafter.taps`).
-      hidden: (frozen, batch) -> hidden states of a frozen backbone; the loss reads them from the batch if
-        they are cached.
-      draft_vocab: number of tokens that the heads score, 0: all.
       anchors: number of positions of a row that a step trains, 0: all.
     """
 
-    groups: dict[str, Trains]
-    arch: LlamaConfig
     offsets: tuple[int, ...]
     loss: LossFn
     init: Callable[[jax.Array, PyTree], PyTree]
     lambda_0: Callable[[jax.Array], jax.Array]
     grouped: "GroupedBackbone"
     drafter: Drafter | None = None
-    taps: tuple[int, ...] = ()
-    hidden: Callable[[PyTree, PyTree], jax.Array] | None = None
-    draft_vocab: int = 0
     anchors: int = 0
 
     @property
     def width(self) -> int:
         """E, the width of the hidden states that the loss reads, tapped streams included."""
-        return self.arch.d_model * (1 + len(self.taps))
+        llama = self.grouped.llama
+        return llama.config.d_model * (1 + len(llama.taps))
 
     def metrics(self, sums: Sums, counts_K: jax.Array) -> dict[str, jax.Array]:
         """Means over the counted pairs: loss in nats, top-1 and top-5 accuracy, each [K].
@@ -86,7 +76,8 @@ class Stage:
         n = jnp.maximum(counts_K, 1.0)
         scored = jnp.maximum(sums.scored, 1.0)
         means = {"loss": sums.nll / scored, "top1": sums.top1 / n, "top5": sums.top5 / n}
-        coverage = {"inside": sums.scored / n} if self.draft_vocab else {}
+        is_narrow = self.drafter is not None and self.drafter.heads.draft_vocab
+        coverage = {"inside": sums.scored / n} if is_narrow else {}
         if self.offsets[0] != 1 or len(self.offsets) == 1:
             return means | coverage
         lm = {f"lm_{name}": x[0] for name, x in means.items()}
@@ -108,7 +99,6 @@ def make_stage(
       groups: `partition.trained_groups`.
       drafter: the heads, if "heads" are trained.
     """
-    taps = drafter.taps if drafter else ()
     trains_backbone = groups.keys() != {"heads"}
     # Without gradients through the backbone there is nothing to recompute.
     remat = train.remat and trains_backbone
@@ -118,7 +108,7 @@ def make_stage(
         remat,
         mesh=mesh,
         kernels=choose_kernels(mesh),
-        taps=taps,
+        taps=drafter.taps if drafter else (),
     )
     grouped = GroupedBackbone(llama, lora, train.backbone_loss == "kl")
     init = partial(fresh_groups, arch, drafter, lora.rank)
@@ -130,17 +120,12 @@ def make_stage(
         view = loss_view(drafter, train.levels)
         offsets += tuple(k + 2 for k in range(view.n_heads))
     return Stage(
-        groups,
-        arch,
         offsets,
         loss=StageLoss(grouped, train, view, trains_backbone),
         init=init,
         lambda_0=lambda_0,
         grouped=grouped,
         drafter=drafter,
-        taps=taps,
-        hidden=None if trains_backbone else grouped.hidden_states,
-        draft_vocab=drafter.heads.draft_vocab if drafter else 0,
         anchors=train.anchors if drafter else 0,
     )
 
@@ -195,10 +180,6 @@ class GroupedBackbone:
             return None
         teacher = frozen["teacher" if "teacher" in frozen else "backbone"]
         return Backbone(self.llama.clone(taps=()), teacher)
-
-    def hidden_states(self, frozen: PyTree, batch: PyTree) -> jax.Array:
-        """[B, T, E] of a frozen backbone."""
-        return self.backbone(frozen).forward(*text_of(batch))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # `jax.jit` hashes it, by identity

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,9 +21,11 @@ from medusa_jax.config import (
     TrainConfig,
 )
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.sharding import PyTree
 from medusa_jax.training import resume, trainer
 from medusa_jax.training.data.rows import ROW, TokenRows
 from medusa_jax.training.data.texts import read_texts
+from medusa_jax.training.losses.objectives import hidden_states
 from medusa_jax.training.partition import Trains, trained_groups
 from medusa_jax.training.placement import batch_shapes
 from medusa_jax.training.plan import RunPlan
@@ -92,6 +95,12 @@ def stage_of(cfg: Config, steps: int = 16, mesh: Any = None) -> Stage:
     groups, arch = groups_of(cfg), cfg.model.arch
     drafter = make_drafter(cfg.heads, arch) if "heads" in groups else None
     return make_stage(cfg.train, arch, groups, drafter, cfg.lora, steps, mesh)
+
+
+def hidden_of(cfg: Config) -> Callable[[PyTree, PyTree], jax.Array]:
+    """(frozen, batch) -> the hidden states that heads read."""
+    grouped = stage_of(cfg).grouped
+    return jax.jit(lambda frozen, x: hidden_states(grouped.backbone(frozen), x))
 
 
 def groups_of(cfg: Config) -> dict[str, Trains]:

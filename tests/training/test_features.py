@@ -16,7 +16,7 @@ from closeness import assert_close
 from damages import ARRAY_DAMAGES
 from filelock import FileLock
 from small_disk import run_on_small_disk
-from training_setup import stage_of, tiny_config
+from training_setup import hidden_of, stage_of, tiny_config
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle3 import Eagle3Config
@@ -26,6 +26,7 @@ from medusa_jax.training import estimate
 from medusa_jax.training.data import features, hidden_store
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.evaluation import Evaluator
+from medusa_jax.training.losses import objectives
 from medusa_jax.training.losses.pairs import StepInputs, pair_counts
 
 ROW = 16 * 16 * 4  # bytes of a row of 16 tokens, 16 wide, in float32
@@ -91,7 +92,7 @@ def test_every_batch_of_every_epoch_has_its_own_states(
     cfg = config(tokens, tmp_path, kind)
     found, rows = cached(cfg, frozen), rows_of(cfg)
     assert len(found.shards) > 1 and rows.rows % found.shard_rows
-    hidden = jax.jit(stage_of(cfg).hidden)
+    hidden = hidden_of(cfg)
     for first in (0, rows.rows - 5, 2 * rows.rows + 8):  # across the end of an epoch, too
         batch = found.batch(first, 8)
         plain = rows.batch(first, 8)
@@ -124,14 +125,14 @@ def test_passes_without_gradient_are_split_like_a_step(
 
         return run
 
-    names = ("hidden", "loss")
-    stage = dataclasses.replace(stage, **{x: watched(getattr(stage, x)) for x in names})
-    monkeypatch.setattr(estimate, "head_ranks", watched(estimate.head_ranks))
+    stage = dataclasses.replace(stage, loss=watched(stage.loss))
+    for module, name in ((estimate, "head_ranks"), (objectives, "hidden_states")):
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
     made = dataclasses.replace(cache(cfg, frozen), stage=stage)
     heads = stage.init(jax.random.key(0), frozen)
     Evaluator(stage, make_mesh(), rows_of(cfg, shuffle=False), 8, 8, 8)(heads, frozen)
     made.rows(rows_of(cfg), 8)
-    assert len(seen) >= 3 and not any(seen)
+    assert len(seen) >= 5 and not any(seen)
 
 
 def test_eight_bits_keep_small_values_next_to_large_ones():
@@ -245,7 +246,7 @@ def test_held_out_rows_are_cached_only_as_far_as_they_are_read(tokens, tmp_path,
     few = cache(cfg, frozen).rows(held_out, 8, 6)
     assert few.rows == 6 and few.bytes == 6 * ROW
     batch = few.batch(4, 4)  # two rows beyond the last: the evaluator blanks them
-    hidden = jax.jit(stage_of(cfg).hidden)(frozen, held_out.batch(4, 2))
+    hidden = hidden_of(cfg)(frozen, held_out.batch(4, 2))
     assert_close(batch["hidden"][:2], hidden)
     assert cached(cfg, frozen).directory != few.directory
 

@@ -12,7 +12,14 @@ from cases import thinned
 from closeness import assert_close
 from test_losses import pairs_of
 from tiny import random_params
-from training_setup import VOCAB, packed_batch, stage_of, tiny_config, training_arch
+from training_setup import (
+    VOCAB,
+    hidden_of,
+    packed_batch,
+    stage_of,
+    tiny_config,
+    training_arch,
+)
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_writer import save_backbone
@@ -56,7 +63,7 @@ def test_the_loss_and_its_gradient_are_the_trainers(name):
     params = functions.init(jax.random.key(0), frozen)
     rng = np.random.default_rng(2)
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), params)
-    hidden = jax.jit(stage.hidden)(frozen, batch)
+    hidden = hidden_of(cfg)(frozen, batch)
     assert hidden.shape == (B, T, ARCH.d_model * (1 + len(functions.taps)))
     counts = pair_counts(batch, stage.offsets)
 
@@ -90,7 +97,7 @@ def test_the_loss_and_its_gradient_are_the_trainers(name):
 @pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "medusa"))
 def test_every_weight_has_a_gradient_and_the_start_can_be_improved(name):
     cfg, functions, frozen, batch = problem(name)
-    hidden, key = jax.jit(stage_of(cfg, 1).hidden)(frozen, batch), jax.random.key(0)
+    hidden, key = hidden_of(cfg)(frozen, batch), jax.random.key(0)
     rows = [batch[n] for n in ("tokens", "counted", "segment_ids", "positions")]
 
     @jax.jit

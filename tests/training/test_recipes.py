@@ -77,9 +77,9 @@ def test_a_recipe_s_own_mesh_spreads_it_over_eight_devices(name):
     assert batch // cfg.train.accumulation == min(8 * rows, batch)
     stage = stage_of(cfg, 100, mesh)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    frozen = dry.frozen_shapes(stage, cfg.model, cfg.train.backbone_loss == "kl")
+    frozen = dry.frozen_shapes(cfg)
     params = jax.eval_shape(stage.init, key, frozen)
-    optimizer = make_optimizer(cfg.optim, stage.groups, 100)
+    optimizer = make_optimizer(cfg.optim, cfg.groups, 100)
     stored = (frozen, params, jax.eval_shape(optimizer.init, params))
     shard = lambda x, s: jax.ShapeDtypeStruct(s.shard_shape(x.shape), x.dtype)  # noqa: E731
     shards = jax.tree.map(shard, stored, param_shardings(mesh, stored))

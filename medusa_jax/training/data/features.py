@@ -37,6 +37,7 @@ from medusa_jax.progress import ProgressBar
 from medusa_jax.sharding import PyTree, local_rows
 from medusa_jax.training.data.hidden_store import STORED, encode, stored_width
 from medusa_jax.training.data.rows import Rows, TokenRows
+from medusa_jax.training.losses import objectives
 from medusa_jax.training.placement import microbatches
 from medusa_jax.training.stage import Stage
 from medusa_jax.whole_files import read_array, replacing
@@ -153,7 +154,8 @@ class Cache:
         home = self.data.features_path or os.path.join(self.workdir, "features")
         directory = os.path.join(home, digest[:12])
         kind = self.data.cache_features
-        width = stored_width(kind, self.stage.arch.d_model, self.stage.width)
+        D = self.stage.grouped.llama.config.d_model
+        width = stored_width(kind, D, self.stage.width)
         cached = CachedRows(text, count, directory, width, kind)
         if not cached.missing:
             if hosts.first():
@@ -174,7 +176,7 @@ class Cache:
         content = hashlib.sha256()
         for array in (text.tokens, text.starts):
             content.update(np.ascontiguousarray(array).data)
-        data, taps = self.data, self.stage.taps
+        data, taps = self.data, self.stage.grouped.llama.taps
         key = [content.hexdigest(), data.seq_len, data.packing, data.cache_features]
         part = [text.part, data.held_out] if text.part else []
         return [*key, *self.made_by, *([taps] if taps else []), *part]
@@ -217,12 +219,11 @@ class Cache:
     @functools.cached_property
     def encoded(self) -> Callable[[PyTree, PyTree], jax.Array]:
         """(frozen, batch) -> hidden states as they are stored."""
-        kind, D = self.data.cache_features, self.stage.arch.d_model
-        hidden = self.stage.hidden
-        assert hidden is not None
+        kind, grouped = self.data.cache_features, self.stage.grouped
 
         def run(frozen: PyTree, batch: PyTree) -> jax.Array:
-            return encode(kind, hidden(frozen, batch), D)
+            hidden_BTE = objectives.hidden_states(grouped.backbone(frozen), batch)
+            return encode(kind, hidden_BTE, grouped.llama.config.d_model)
 
         return jax.jit(run)
 
