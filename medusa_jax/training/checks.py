@@ -36,11 +36,11 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
             "forbids: use adapters (lora.rank) or train only heads",
         ),
         (
-            kl and set(trained) == {"heads"},
+            kl and trained == ("heads",),
             "train.backbone_loss is kl, but medusa1 trains no backbone",
         ),
         (
-            bool(model.add_layers) and set(trained) == {"heads"},
+            bool(model.add_layers) and trained == ("heads",),
             f"model.add_layers needs a stage that trains the backbone, which {t.stage} does not",
         ),
         (model.add_layers > 0 and not model.path, "model.add_layers needs a model.path"),

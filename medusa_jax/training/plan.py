@@ -27,7 +27,7 @@ class RunPlan:
       workdir: where checkpoints and results go.
       record: the whole configuration, as config.json and recipes hold it.
       arch: the backbone's shape, added layers included.
-      groups: the trained groups of variables, and how.
+      groups: the trained groups of variables.
       drafter: the heads that are trained; None without heads.
       mesh: the devices.
       microbatch: rows of one microbatch over the whole mesh.

@@ -28,7 +28,6 @@ from medusa_jax.sharding import PyTree
 from medusa_jax.training.losses import induction, objectives
 from medusa_jax.training.losses.pairs import StepInputs, Sums, text_of
 from medusa_jax.training.optim.optimizer import heads_weight
-from medusa_jax.training.partition import Trains
 
 # (trained, frozen, inputs of the step) -> (loss, sums for the log).
 LossFn = Callable[[PyTree, PyTree, StepInputs], tuple[jax.Array, Sums]]
@@ -88,7 +87,7 @@ class Stage:
 
 
 def make_stage(
-    train: TrainConfig, arch: LlamaConfig, groups: dict[str, Trains], drafter: Drafter | None,
+    train: TrainConfig, arch: LlamaConfig, groups: tuple[str, ...], drafter: Drafter | None,
     lora: LoraConfig, steps: int, mesh: Mesh | None = None,
 ) -> Stage:  # fmt: skip
     """The stage `train.stage` of `steps` updates for a backbone of shape `arch`.
@@ -99,7 +98,7 @@ def make_stage(
       groups: `partition.trained_groups`.
       drafter: the heads, if "heads" are trained.
     """
-    trains_backbone = groups.keys() != {"heads"}
+    trains_backbone = groups != ("heads",)
     # Without gradients through the backbone there is nothing to recompute.
     remat = train.remat and trains_backbone
     llama = Llama(

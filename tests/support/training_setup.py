@@ -26,7 +26,7 @@ from medusa_jax.training import resume, trainer
 from medusa_jax.training.data.rows import ROW, TokenRows
 from medusa_jax.training.data.texts import read_texts
 from medusa_jax.training.losses.objectives import hidden_states
-from medusa_jax.training.partition import Trains, trained_groups
+from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.placement import batch_shapes
 from medusa_jax.training.plan import RunPlan
 from medusa_jax.training.setup import Setup, load_setup
@@ -103,7 +103,7 @@ def hidden_of(cfg: Config) -> Callable[[PyTree, PyTree], jax.Array]:
     return jax.jit(lambda frozen, x: hidden_states(grouped.backbone(frozen), x))
 
 
-def groups_of(cfg: Config) -> dict[str, Trains]:
+def groups_of(cfg: Config) -> tuple[str, ...]:
     """The trained groups of a configuration."""
     return trained_groups(cfg.train.stage, cfg.lora.rank)
 

@@ -49,7 +49,7 @@ def test_lambda_0_rises_as_a_sine():
 
 
 def test_groups_have_their_own_rate_and_rule():
-    """Heads move four times as far as the backbone; frozen groups have no optimizer state."""
+    """Heads move four times as far as the backbone, alone as far; frozen groups have no optimizer state."""
     cfg = OptimConfig(lr=0.1, warmup_steps=0, schedule="constant", clip_norm=0.0)
     params = {"backbone": {"w": jnp.ones((3, 3))}, "heads": {"w": jnp.ones((3, 3))}}
     for name in ("adamw", "muon"):
@@ -59,7 +59,10 @@ def test_groups_have_their_own_rate_and_rule():
         adamw = bool(np.allclose(updates["backbone"]["w"], -0.1, rtol=1e-5))
         assert adamw == (name == "adamw")  # Muon's first step is Nesterov's
         np.testing.assert_allclose(updates["heads"]["w"], -0.4, rtol=1e-5)
-    _, state = make_optimizer(cfg, TABLE["medusa1"], 10).init({"heads": params["heads"]})
+    cfg.name, cfg.heads_name, alone = "adamw", "muon", {"heads": params["heads"]}
+    rule = make_optimizer(cfg, TABLE["medusa1"], 10)
+    updates, (_, state) = rule.update(alone, rule.init(alone), alone)
+    np.testing.assert_allclose(updates["heads"]["w"], -0.1, rtol=1e-5)
     assert list(state) == ["heads"]
 
 

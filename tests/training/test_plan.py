@@ -23,7 +23,7 @@ def test_a_plan_has_the_shape_of_the_model_and_its_added_layers(model):
     plan = RunPlan(cfg, dry=True)
     assert plan.arch == training_arch(n_layers=3) == plan.model.arch
     assert plan.record["model"]["arch"]["n_layers"] == 3
-    assert plan.groups.keys() == {"backbone", "heads"}
+    assert plan.groups == ("backbone", "heads")
     assert plan.drafter is not None and plan.drafter.llama == plan.arch
     assert cfg.model.arch.n_layers == 1  # the configuration is unchanged
 

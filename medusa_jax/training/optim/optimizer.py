@@ -10,7 +10,6 @@ from jax.tree_util import KeyPath
 
 from medusa_jax.config import OptimConfig
 from medusa_jax.sharding import PyTree, path_string
-from medusa_jax.training.partition import Trains
 
 # Muon orthogonalises the updates of hidden matrices; embeddings, LM heads and vectors use AdamW.
 MUON_KERNELS = re.compile(r"layers_\d+/(.*/)?kernel$")
@@ -61,22 +60,18 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    cfg: OptimConfig, groups: dict[str, Trains], steps: int
+    cfg: OptimConfig, groups: tuple[str, ...], steps: int
 ) -> optax.GradientTransformation:
     """Clip by the global gradient norm, then apply each group's optimizer and rate.
 
-    Trees are {group: parameters}.
+    Heads that train together with another group have `heads_name` and `heads_lr_multiplier`. Trees are
+    {group: parameters}.
     """
     schedule = make_schedule(cfg, steps)
-
-    def rate(factor: float) -> optax.Schedule:
-        return lambda n: factor * schedule(n)
-
-    rules = {}
-    for group, row in groups.items():
-        factor = getattr(cfg, row.multiplier) if row.multiplier else 1.0
-        name = getattr(cfg, row.rule) or cfg.name
-        rules[group] = make_rule(name, cfg, rate(factor))
+    rules = {group: make_rule(cfg.name, cfg, schedule) for group in groups}
+    if "heads" in groups and len(groups) > 1:
+        name, factor = cfg.heads_name or cfg.name, cfg.heads_lr_multiplier
+        rules["heads"] = make_rule(name, cfg, lambda n: factor * schedule(n))
     clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
     # A state of one structure, so that a resumed run may change `clip_norm`.
     return optax.chain(clip, by_group(rules))
