@@ -315,9 +315,12 @@ def split(text: Path) -> tuple[Path, Path, Path]:
     lines = [line for line in lines if continued or json.loads(line)["answers"]]
     files = [text / "learned.jsonl", text / "held_out.jsonl"]
     for file, part in zip(files, (lines[:-HELD_OUT], lines[-HELD_OUT:])):
-        write_text(file, "".join(f"{line}\n" for line in part))
+        content = "".join(f"{line}\n" for line in part)
+        if file.exists() and read_text(file) == content:
+            continue  # training finds its tokens by the files' times
         if continued:
             write_token_directory(file.with_suffix(""), [json.loads(line) for line in part])
+        write_text(file, content)
     source, evaluated = [file.with_suffix("") for file in files] if continued else files
     return source, files[1], evaluated
 

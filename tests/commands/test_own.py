@@ -217,3 +217,19 @@ def test_heads_are_rebuilt_after_a_fine_tuning(given, tmp_path, monkeypatch, cap
     assert verify.main([f"--model={tuned}", f"--drafter={result}"]) == 0
     assert (out / "eagle3" / "model.safetensors").exists()
     assert "answers: done before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["messages.jsonl", "samples.jsonl"])
+def test_text_that_has_not_changed_is_not_written_again(tmp_path, name):
+    """Training finds the tokens of a text by its files' times."""
+    record = {"prompt_ids": [1], "token_ids": [2, 3], "answers": ["a"]}
+
+    def times_with(n):
+        (tmp_path / name).write_text(f"{json.dumps(record)}\n" * n)
+        source, *held_out = own.split(tmp_path)
+        files = [*([source] if source.is_file() else sorted(source.iterdir())), *held_out]
+        return {file: file.stat().st_mtime_ns for file in files if file.is_file()}
+
+    first = times_with(own.HELD_OUT + 2)
+    assert len(first) > 1 and times_with(own.HELD_OUT + 2) == first
+    assert times_with(own.HELD_OUT + 3) != first
