@@ -83,7 +83,8 @@ def run(cfg, shape):
     rows = TokenRows(cfg.data.source, cfg.data, ARCH.vocab_size)
     losses = []
     for n in range(STEPS):
-        batch = microbatches(mesh, rows.batch(n * 16, 16), cfg.train.accumulation)
+        batch = rows.batch(range(16 * n, 16 * n + 16))
+        batch = microbatches(mesh, batch, cfg.train.accumulation)
         state, metrics = compiled(state, frozen, batch)
         losses.append(np.append(metrics["loss"], metrics["gradient_norm"]))
     return np.array(losses), state, cfg.train.accumulation

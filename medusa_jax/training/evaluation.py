@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from medusa_jax import hosts
 from medusa_jax.sharding import PyTree, local_rows
 from medusa_jax.training import estimate
-from medusa_jax.training.data.rows import Rows, read
+from medusa_jax.training.data.rows import Rows
 from medusa_jax.training.losses import objectives
 from medusa_jax.training.losses.pairs import StepInputs, pair_counts
 from medusa_jax.training.placement import microbatches
@@ -54,7 +54,7 @@ class Evaluator:
         ranks = []
         for first in range(0, self.total, self.size):
             numbers = first + local
-            batch = read(self.rows, numbers)
+            batch = self.rows.batch(numbers)
             # Rows beyond the last sample become padding.
             batch["segment_ids"][numbers >= self.total] = 0
             microbatch = jax.tree.map(lambda x: x[0], microbatches(self.mesh, batch, 1))

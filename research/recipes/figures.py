@@ -28,7 +28,7 @@ Judge = Callable[[LlamaConfig, Params], tuple[float, np.ndarray]]
 
 def make_judge(rows: Rows, limit: int) -> Judge:
     """The judge of a backbone on held-out rows."""
-    batches = [rows.batch(i, 8) for i in range(0, min(limit, rows.rows) - 7, 8)]
+    batches = [rows.batch(range(i, i + 8)) for i in range(0, min(limit, rows.rows) - 7, 8)]
     if not batches:
         raise UserError("the held-out text has fewer than 8 rows")
 

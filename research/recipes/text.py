@@ -56,6 +56,5 @@ def prepare_text(study: Study, model: Model, out: Path) -> list[list[int]]:
 
 def old_prompts(rows: Rows, n: int) -> list[list[int]]:
     """Openings of rows of the original's held-out text."""
-    return [
-        row[: row.size // 4].tolist() for row in rows.batch(0, min(n, rows.rows))["tokens"]
-    ]
+    tokens = rows.batch(range(min(n, rows.rows)))["tokens"]
+    return [row[: row.size // 4].tolist() for row in tokens]

@@ -43,7 +43,7 @@ def test_segments_are_stretches_of_one_sample(tmp_path_factory, seed, packing):
     starts = np.load(directory / "doc_starts.npy")
     cfg = DataConfig(seq_len=40, packing=packing, seed=seed)
     rows = TokenRows(str(directory), cfg, 600)
-    batch = rows.batch(0, 2 * rows.rows)
+    batch = rows.batch(range(2 * rows.rows))
     columns = (batch[name] for name in ("tokens", "positions", "segment_ids"))
     for tokens, positions, segments in zip(*columns):
         for s in np.unique(segments[segments > 0]):
@@ -63,14 +63,14 @@ def test_segments_are_stretches_of_one_sample(tmp_path_factory, seed, packing):
 def test_epochs_differ_but_hold_the_same_rows(tmp_path):
     write_tokens(tmp_path)
     rows = open_rows(tmp_path, "first_fit")
-    one, two = (rows.batch(e * rows.rows, rows.rows)["tokens"] for e in (0, 1))
+    one, two = np.split(rows.batch(range(2 * rows.rows))["tokens"], 2)
     assert not np.array_equal(one, two)
     assert sorted(map(bytes, one)) == sorted(map(bytes, two))
 
 
 def test_a_stream_shorter_than_a_row_is_padded(tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(10, dtype=np.int32))
-    batch = open_rows(tmp_path, "concat").batch(0, 2)
+    batch = open_rows(tmp_path, "concat").batch(range(2))
     assert batch["segment_ids"].sum(axis=1).tolist() == [10, 10]
 
 
@@ -104,7 +104,7 @@ def test_several_texts_are_mixed_row_by_row(tmp_path, packing):
     both = mix(texts)
     assert both.rows == texts[0].rows + texts[1].rows
     expected = [text.row(i)["tokens"].tolist() for text in texts for i in range(text.rows)]
-    epoch = both.batch(0, both.rows)["tokens"].tolist()
+    epoch = both.batch(range(both.rows))["tokens"].tolist()
     assert sorted(epoch) == sorted(expected)
     first_of_each = [expected[0], expected[texts[0].rows]]
     assert epoch != expected and all(row in epoch for row in first_of_each)
@@ -113,7 +113,7 @@ def test_several_texts_are_mixed_row_by_row(tmp_path, packing):
     assert mix(texts[:1]) is texts[0]
     # For evaluation, which reads the first rows, the texts take turns.
     texts = [open_rows(text.directory, packing, shuffle=False) for text in texts]
-    first = mix(texts).batch(0, 4)["tokens"]
+    first = mix(texts).batch(range(4))["tokens"]
     turns = [text.row(i)["tokens"] for i in range(2) for text in texts]
     assert np.array_equal(first, turns)
 
@@ -126,7 +126,7 @@ def test_held_out_samples_are_in_no_training_row(tmp_path):
     ids = []
     for name in ("train", "held out", ""):
         part = TokenRows(str(tmp_path), cfg, 600, part=name)
-        batch = part.batch(0, part.rows)
+        batch = part.batch(range(part.rows))
         ids.append(set(batch["tokens"][batch["segment_ids"] > 0].tolist()))
     train, held, every = ids
     assert train | held == every and not train & held
@@ -145,7 +145,7 @@ def test_only_tokens_within_rows_count_and_the_others_are_reported(tmp_path, cap
     kept = np.zeros(VOCAB, int)
     texts = read_texts(cfg, "", "", VOCAB)
     for part in [*texts.train, *texts.held_out]:
-        rows = part.batch(0, part.rows)
+        rows = part.batch(range(part.rows))
         inside = np.bincount(rows["tokens"][rows["counted"]], minlength=VOCAB)
         assert np.array_equal(part.counts(VOCAB), inside)
         kept += inside
@@ -179,7 +179,7 @@ def test_limits_hold_for_token_directories(tmp_path, capsys):
     cfg = DataConfig(source, eval_source=source, seq_len=60)
     cfg.max_samples, cfg.max_repeats, cfg.eval_samples = 3, 0.5, 1
     texts = read_texts(cfg, "", f"{tmp_path}/w", VOCAB)
-    seen = [text.batch(0, text.rows) for text in [*texts.train, *texts.held_out]]
+    seen = [text.batch(range(text.rows)) for text in [*texts.train, *texts.held_out]]
     learned, other = (sorted(x["tokens"][x["counted"]].tolist()) for x in seen)
     assert (learned, other) == ([*answers[0], 20], answers[0])
     said = capsys.readouterr().err
@@ -222,14 +222,14 @@ def test_steps_in_order_and_resumed_anywhere(tokens, own):
         read = list(batches(rows, 8, first, last, own))
         assert len(read) == last - first + 1
         for n, batch in enumerate(read, first):
-            expected = open_rows(tokens, "concat", 16).batch((n - 1) * 8, 8)
+            expected = open_rows(tokens, "concat", 16).batch(range((n - 1) * 8, n * 8))
             for name, x in expected.items():
                 np.testing.assert_array_equal(batch[name], x if own is None else x[own])
 
 
 def test_what_goes_wrong_while_reading_reaches_the_run(tokens):
     class Broken(TokenRows):
-        def batch(self, first, n):
+        def batch(self, numbers):
             raise UserError("tokens.npy has gone")
 
     rows = Broken(tokens, DataConfig(seq_len=16, packing="concat"), 64)

@@ -94,8 +94,8 @@ def test_every_batch_of_every_epoch_has_its_own_states(
     assert len(found.shards) > 1 and rows.rows % found.shard_rows
     hidden = hidden_of(cfg)
     for first in (0, rows.rows - 5, 2 * rows.rows + 8):  # across the end of an epoch, too
-        batch = found.batch(first, 8)
-        plain = rows.batch(first, 8)
+        batch = found.batch(range(first, first + 8))
+        plain = rows.batch(range(first, first + 8))
         assert all(np.array_equal(batch[name], plain[name]) for name in plain)
         expected = np.asarray(hidden(frozen, plain))
         stored = batch["hidden"]
@@ -145,7 +145,7 @@ def test_eight_bits_keep_small_values_next_to_large_ones():
 
 def test_a_cached_step_does_not_run_the_backbone(tokens, tmp_path, frozen):
     cfg = config(tokens, tmp_path)
-    stage, batch = stage_of(cfg), cached(cfg, frozen).batch(0, 4)
+    stage, batch = stage_of(cfg), cached(cfg, frozen).batch(range(4))
     poison = jax.tree.map(lambda x: np.full_like(x, np.nan), frozen["backbone"]["layers_0"])
     poisoned = {"backbone": frozen["backbone"] | {"layers_0": poison}}
     heads = jax.jit(stage.init)(jax.random.key(1), frozen)
@@ -165,13 +165,13 @@ def test_a_killed_run_goes_on_with_the_missing_files(
     """As process 0 sees them: others may see a shared directory as it was."""
     cfg = config(tokens, tmp_path)
     found = cached(cfg, frozen)
-    before, expected = stamps(found), found.batch(0, found.rows)["hidden"]
+    before, expected = stamps(found), found.batch(range(found.rows))["hidden"]
     os.remove(found.path(1))
     capsys.readouterr()
     again = cached(cfg, frozen)
     after = stamps(again)
     assert {name for name in after if after[name] > before[name]} == {"hidden_00001.npy"}
-    np.testing.assert_array_equal(again.batch(0, found.rows)["hidden"], expected)
+    np.testing.assert_array_equal(again.batch(range(found.rows))["hidden"], expected)
     n = len(found.shards)
     assert f"free, {n - 1} of {n} files are there)" in capsys.readouterr().err
     second = lambda x: np.arange(len(x)) == 1  # noqa: E731
@@ -245,8 +245,8 @@ def test_held_out_rows_are_cached_only_as_far_as_they_are_read(tokens, tmp_path,
     held_out = rows_of(cfg, shuffle=False)
     few = cache(cfg, frozen).rows(held_out, 8, 6)
     assert few.rows == 6 and few.bytes == 6 * ROW
-    batch = few.batch(4, 4)  # two rows beyond the last: the evaluator blanks them
-    hidden = hidden_of(cfg)(frozen, held_out.batch(4, 2))
+    batch = few.batch(range(4, 8))  # two rows beyond the last: the evaluator blanks them
+    hidden = hidden_of(cfg)(frozen, held_out.batch(range(4, 6)))
     assert_close(batch["hidden"][:2], hidden)
     assert cached(cfg, frozen).directory != few.directory
 
@@ -256,13 +256,13 @@ def test_held_out_rows_are_cached_only_as_far_as_they_are_read(tokens, tmp_path,
 def test_a_damaged_file_is_one_sentence(tokens, tmp_path, frozen, kind):
     cfg = config(tokens, tmp_path)
     found = cached(cfg, frozen)
-    expected = found.batch(0, found.rows)["hidden"]
+    expected = found.batch(range(found.rows))["hidden"]
     ARRAY_DAMAGES[kind](Path(found.path(1)))
     with pytest.raises(UserError, match=r"_00001\.npy ") as error:
-        cached(cfg, frozen).batch(0, found.rows)
+        cached(cfg, frozen).batch(range(found.rows))
     assert "\n" not in str(error.value)
     os.remove(found.path(1))  # as it says
-    again = cached(cfg, frozen).batch(0, found.rows)["hidden"]
+    again = cached(cfg, frozen).batch(range(found.rows))["hidden"]
     np.testing.assert_array_equal(again, expected)
 
 

@@ -136,7 +136,7 @@ def test_microbatches_add_up(tokens, stage):
         cfg.optim.eps = 1e-3  # no division by tiny gradients
         mesh, step, state, frozen, rows = pieces(cfg, tokens)
         before = host(frozen)
-        batch = rows.batch(0, 8)
+        batch = rows.batch(range(8))
         batch["counted"] &= np.arange(16)[None, :] > 2 * np.arange(8)[:, None]
         state, metrics = step(state, frozen, microbatches(mesh, batch, accumulation))
         results.append((host(state.params), host(metrics)))
@@ -162,7 +162,7 @@ def test_a_poisoned_batch_changes_nothing(tokens):
     poison = backbone["embed_tokens"]["embedding"].at[7].set(jnp.nan)
     frozen = {"backbone": backbone | {"embed_tokens": {"embedding": poison}}}
     before = host((state.params, state.opt))
-    batch = rows.batch(0, 8)
+    batch = rows.batch(range(8))
     clean = batch | {"tokens": np.where(batch["tokens"] == 7, 8, batch["tokens"])}
     state, metrics = step(state, frozen, microbatches(mesh, batch, 1))
     assert bool(metrics["skipped"]) and int(state.step) == 1 and int(state.updates) == 0

@@ -16,7 +16,7 @@ import itertools
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +60,9 @@ class Rows(abc.ABC):
     def counts(self, vocab_size: int) -> np.ndarray:
         """Number of times that each token is a target: [V]."""
 
-    def batch(self, first: int, n: int) -> dict[str, np.ndarray]:
-        """Rows first ... first + n - 1, numbered through all epochs."""
-        rows = [self._shuffled_row(*divmod(i, self.rows)) for i in range(first, first + n)]
+    def batch(self, numbers: Iterable[int]) -> dict[str, np.ndarray]:
+        """The rows with these numbers, which count through all epochs."""
+        rows = [self._shuffled_row(*divmod(int(i), self.rows)) for i in numbers]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _shuffled_row(self, epoch: int, i: int) -> dict[str, np.ndarray]:
@@ -302,13 +302,6 @@ def batches(
 
     numbers = np.arange(batch_size) if local is None else local
     steps = grain.MapDataset.range(first_step, last_step + 1)
-    dataset = steps.map(lambda step: read(rows, (step - 1) * batch_size + numbers))
+    dataset = steps.map(lambda step: rows.batch((step - 1) * batch_size + numbers))
     options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=READ_AHEAD)
     return iter(dataset.to_iter_dataset(options))
-
-
-def read(rows: Rows, numbers: np.ndarray) -> dict[str, np.ndarray]:
-    """The rows with these ascending numbers, one contiguous range at a time."""
-    ranges = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
-    batches = [rows.batch(int(r[0]), len(r)) for r in ranges]
-    return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
