@@ -53,7 +53,7 @@ class Shapes(NamedTuple):
 
 
 def dry_run(plan: RunPlan) -> Json:
-    """Print and return the requirements of a run: `sizes`, then `measure`.
+    """Print and return the requirements of a run: `sizes`, then `figures`.
 
     With local text and a local tokenizer it prints a sample, its counted tokens marked.
     """
@@ -79,7 +79,7 @@ def dry_run(plan: RunPlan) -> Json:
     # Flushed, since compiling may take long.
     print(f"stored per device     {stored} = {total}", flush=True)
     begin = time.monotonic()
-    report = measure(plan, shapes)
+    report |= figures(plan, compile_step(*shapes))
     traffic = [f"{byte_size(n)} {kind}" for kind, n in report["sent_bytes"].items()]
     fits = [c.title for c in CHIPS.values() if report["total_bytes"] <= c.memory]
     print(
@@ -167,15 +167,6 @@ def sizes(shapes: Shapes) -> Json:
             "batch": bytes_on_device(shapes.batch),
         },
     }
-
-
-def measure(cfg: Config | RunPlan, shapes: Shapes) -> Json:
-    """Compile the step; return `sizes`, memory and traffic per device.
-
-    Raises:
-      UserError: the backend does not report memory.
-    """
-    return sizes(shapes) | figures(cfg, compile_step(*shapes))
 
 
 def figures(cfg: Config | RunPlan, compiled: Compiled) -> Json:

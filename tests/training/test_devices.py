@@ -119,7 +119,7 @@ cfg.data.seq_len, cfg.train.loss_chunk, cfg.heads.n_heads, cfg.lora.rank = 32, 3
 cfg.train.batch_size, cfg.train.accumulation, cfg.optim.name = 8, 1, "adamw"
 shapes = dry.step_shapes(cfg)
 layers = [x for name, x in shapes.frozen["backbone"].items() if name.startswith("layers_")]
-sent = dry.measure(cfg, shapes)["sent_bytes"]["all-gather"]
+sent = dry.figures(cfg, dry.compile_step(*shapes))["sent_bytes"]["all-gather"]
 print(json.dumps([sent, 4 * sum(x.size for x in jax.tree.leaves(layers))]))
 """
 
