@@ -1,7 +1,7 @@
 """Training, from a configuration to exported heads: read it from top to bottom.
 
-`train` resolves a `RunPlan` and makes a `Run` (models, texts, stage, state), whose `loop` dispatches steps
-(`step.make_step`), evaluates, saves and exports.
+`train_plan` makes a `Run` (models, texts, stage, state), whose `loop` dispatches steps (`step.make_step`), evaluates,
+saves and exports.
 """
 
 import os
@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from medusa_jax import hosts
-from medusa_jax.config import Config
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.not_replaced import refuse_model
@@ -28,12 +27,6 @@ from medusa_jax.training.prepare import compiled, evaluator_of, load, prepare
 from medusa_jax.training.run_log import LOG, RunLog, read_log
 from medusa_jax.training.step import TrainState, init_state
 from medusa_jax.whole_files import Json, replacing
-
-
-def train(cfg: Config) -> Json:
-    """Start or resume the training run `cfg`; as `train_plan`."""
-    plan = RunPlan(cfg)
-    return train_plan(plan)
 
 
 def train_plan(plan: RunPlan) -> Json:

@@ -18,7 +18,8 @@ from medusa_jax.config import (
     TrainConfig,
     override,
 )
-from medusa_jax.training import trainer
+from medusa_jax.training.plan import RunPlan
+from medusa_jax.training.trainer import train_plan
 from medusa_jax.whole_files import Json
 
 HEADS_RATE, BACKBONE_RATE = 2e-3, 5e-4  # the paper's two-stage recipe
@@ -122,7 +123,7 @@ def train_variant(
         if "heads" in fields:
             cfg.train.heads_path = exports[fields["heads"]][1]
         os.makedirs(cfg.workdir, exist_ok=True)
-        last = trainer.train(cfg) or last
+        last = train_plan(RunPlan(cfg)) or last
         if last.get("stopped"):
             raise SystemExit(
                 128 + last["stopped"]

@@ -128,7 +128,7 @@ def run(cfg: Config, workdir: pathlib.Path) -> None:
     """Train in a directory."""
     cfg.workdir = str(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    trainer.train(cfg)
+    trainer.train_plan(RunPlan(cfg))
 
 
 def records(workdir: pathlib.Path, kind: str = "train") -> list[dict[str, Any]]:

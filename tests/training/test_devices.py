@@ -20,6 +20,7 @@ import json, os, sys
 import jax
 from test_devices import MESHES, configurations
 from medusa_jax.training import prepare, trainer
+from medusa_jax.training.plan import RunPlan
 
 tokens, model, workdir = sys.argv[1:]
 COMPILE = prepare.compile_step
@@ -35,7 +36,7 @@ for name, cfg in configurations(tokens, model).items():
     prepare.compile_step = watched
     cfg.mesh, cfg.workdir = MESHES[name], os.path.join(workdir, name)
     os.makedirs(cfg.workdir)
-    trainer.train(cfg)
+    trainer.train_plan(RunPlan(cfg))
 print(json.dumps(products))
 """
 
