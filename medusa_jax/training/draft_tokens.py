@@ -16,7 +16,7 @@ from medusa_jax.heads.vocabulary import COUNTS, covered, most_frequent
 from medusa_jax.sharding import replicated
 from medusa_jax.training.data.rows import Rows
 from medusa_jax.training.setup import Setup
-from medusa_jax.whole_files import read_array, write_array
+from medusa_jax.whole_files import read_array
 
 DRAFT_VOCAB = "draft_vocab.npy"
 
@@ -39,7 +39,7 @@ def draft_vocab(
 ) -> np.ndarray:  # fmt: skip
     """Ids of the `heads.draft_vocab` most frequent tokens, ascending.
 
-    Chosen at each start without a checkpoint; a resumed run reads them from its workdir.
+    A run without a checkpoint chooses them; a resumed run reads them from its workdir.
 
     Args:
       source: token counts (`data.draft_vocab_from`); "": those of `rows`.
@@ -55,8 +55,6 @@ def draft_vocab(
     text_counts_V = rows.counts(vocab_size)
     counts_V = read_counts(source, vocab_size) if source else text_counts_V
     ids = most_frequent(counts_V, n)
-    if jax.process_index() == 0:
-        write_array(path, ids)
     coverage = text_counts_V[ids].sum() / max(text_counts_V.sum(), 1)
     elsewhere = f", {100 * covered(counts_V, n):.2f}% of that in {source}" if source else ""
     inform(

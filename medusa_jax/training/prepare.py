@@ -33,7 +33,6 @@ class Inputs(NamedTuple):
 
 def load(plan: RunPlan, is_resumed: bool) -> Inputs:
     """Read the models and the texts, and choose the tokens that heads score."""
-    ids_file = os.path.join(plan.workdir, DRAFT_VOCAB)
     setup, data = load_setup(plan, with_heads=not is_resumed), plan.data
     vocab_size = plan.arch.vocab_size
     texts = read_texts(data, plan.model.tokenizer_path, plan.workdir, vocab_size)
@@ -43,7 +42,8 @@ def load(plan: RunPlan, is_resumed: bool) -> Inputs:
             data.draft_vocab_from, is_resumed,
         )  # fmt: skip
         setup = with_draft_vocab(setup, plan.mesh, choose)
-        if setup.heads_recipe is not None and hosts.first():
+        if hosts.first():
+            ids_file = os.path.join(plan.workdir, DRAFT_VOCAB)
             write_array(ids_file, np.asarray(setup.draft_ids))
     return Inputs(setup, texts)
 

@@ -34,7 +34,7 @@ from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import trainer
 from medusa_jax.training.data.rows import TokenRows
-from medusa_jax.training.draft_tokens import draft_vocab
+from medusa_jax.training.draft_tokens import DRAFT_VOCAB, draft_vocab
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import compile_step, microbatches
 from medusa_jax.training.plan import RunPlan
@@ -297,7 +297,9 @@ def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
     counts[[9, 60, 33]] = 1, 2, 3
     np.save(folder / vocabulary.COUNTS, counts)
     given = (VOCAB, Rows(), str(tmp_path), str(folder))
-    assert draft_vocab(HeadsConfig(draft_vocab=3), *given).tolist() == [9, 33, 60]
+    ids = draft_vocab(HeadsConfig(draft_vocab=3), *given)
+    assert ids.tolist() == [9, 33, 60]
+    np.save(tmp_path / DRAFT_VOCAB, ids)  # as `prepare.load` does
     counts[5] = 4
     np.save(folder / vocabulary.COUNTS, counts)
     assert draft_vocab(HeadsConfig(draft_vocab=3), *given, True).tolist() == [9, 33, 60]

@@ -89,7 +89,7 @@ def token_directory(source: str, tokenizer: str, pack: DataConfig, workdir: str)
     first_digest = hosts.broadcast_from_first(np.frombuffer(digest, np.uint8))
     name = first_digest.astype(np.uint8).tobytes().hex()
     directory = os.path.join(workdir, "tokens", name)
-    if jax.process_index() == 0 and not os.path.isdir(directory):
+    if hosts.first() and not os.path.isdir(directory):
         ids, counted, report = tokenise(source, tokenizer, pack)
         with replacing(directory) as new:
             write_tokens(new, ids, counted)
