@@ -5,11 +5,9 @@ load (`files/layouts/convert.py`); docs/formats.md has the keys of each layout.
 """
 
 import dataclasses
-import json
 import os
-import shlex
 
-from medusa_jax.arch import DTYPES, HeadsConfig
+from medusa_jax.arch import DTYPES
 from medusa_jax.commands.flags import CommandLine, flag
 from medusa_jax.commands.verify import certify
 from medusa_jax.console import inform
@@ -101,9 +99,10 @@ def run(flags: Flags) -> int:
         kind = "float16" if is_float16 else "bfloat16"
         export = dataclasses.replace(export, dtype=kind)
     inform(f"{heads.source}: {heads.layout}, {heads.heads.n_heads} heads")
-    target = convert(export, flags.to, flags.out, allow_other_base=flags.allow_other_base)
-    note = "" if target == flags.to else f" as --to {target}, the same for these heads"
-    inform(f"wrote {flags.out}{note}; {flags.out}/README.md says how to load it")
+    layout = convert(export, flags.to, flags.out, allow_other_base=flags.allow_other_base)
+    is_other = layout.name != flags.to
+    note = f" as --to {layout.name}, the same for these heads" if is_other else ""
+    inform(f"wrote {flags.out}{note}")
     try:
         # Of the heads before they are written, so that it shows a wrong writer; int8 exists in the file alone.
         is_int8 = flags.dtype == "int8"
@@ -116,10 +115,7 @@ def run(flags: Flags) -> int:
             f"the heads were trained on a GGUF file's weights: serve the checkpoint that it was made from "
             f"({name}), where slightly fewer guesses may be accepted"
         )
-        name = name if "/" in name else "MODEL"
-    engine = flags.to if flags.to == "sglang" else target
-    if command := serve_command(engine, heads.heads, name, flags.out):
-        inform(f"next: {command}")
+    inform(f"loading: {layout.how_to_load(heads.heads, name, flags.out)}")
     return 0
 
 
@@ -130,28 +126,6 @@ def public_name(name: str, config: Json) -> str:
     if name.lower().endswith(".gguf"):
         return str(config.get("_name_or_path") or os.path.basename(name))
     return name if os.path.exists(name) else name.partition("@")[0]
-
-
-def serve_command(target: str, heads: HeadsConfig, base: str, out: str) -> str:
-    """The command that serves a model with heads in a layout; "" where an engine has none."""
-    n, drafter = heads.n_heads, heads.drafter
-    if getattr(heads, "root_guesses", False) and not getattr(heads, "markov_rank", 0):
-        return ""  # such blocks are DeepSpec's alone
-    speculative = json.dumps({"method": drafter, "model": out, "num_speculative_tokens": n})
-    vllm = f"vllm serve {shlex.quote(base)} --speculative-config {shlex.quote(speculative)}"
-    base, out = shlex.quote(base), shlex.quote(out)
-    commands = {
-        "native": f"medusa serve --model {base} --drafter {out}",
-        "tgi": f"text-generation-launcher --model-id {out} --speculate {n}",
-        "sglang": f"python -m sglang.launch_server --model-path {base} --speculative-algorithm "
-        f"{'EAGLE3' if drafter == 'eagle3' else 'EAGLE'} --speculative-draft-model-path {out}",
-        "sglang_jax": f"python -m sgl_jax.launch_server --model-path {base} --speculative-algorithm "
-        f"{drafter.upper()} --speculative-draft-model-path {out} --speculative-eagle-topk 1 "
-        f"--speculative-num-steps {n if drafter == 'eagle3' else 1} --speculative-num-draft-tokens {n + 1}",
-        "speculators": f"vllm serve {out}",
-    }
-    served_by_vllm = ("vllm", "eagle3", "dflash", "tpu_inference")
-    return commands.get(target, vllm if target in served_by_vllm else "")
 
 
 main = CommandLine("medusa convert", Flags, run, EXAMPLES)

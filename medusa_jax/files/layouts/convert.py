@@ -11,21 +11,23 @@ from dataclasses import replace
 from medusa_jax.errors import UserError
 from medusa_jax.files.layouts.engines import why_not
 from medusa_jax.files.layouts.heads_io import check_base
-from medusa_jax.files.layouts.layout import Export
+from medusa_jax.files.layouts.layout import Export, Layout
 from medusa_jax.files.layouts.model_card import model_card
 from medusa_jax.files.layouts.registry import layout_of
 from medusa_jax.tree.files import TreeFile
 from medusa_jax.whole_files import replacing, write_text
 
 
-def convert(export: Export, target: str, out: str, allow_other_base: bool = False) -> str:
+def convert(
+    export: Export, target: str, out: str, allow_other_base: bool = False
+) -> Layout:
     """Write heads in the layout of `target` into the new directory `out`.
 
     Args:
       target: a key of `registry.TARGETS`, an entry point of another package, or "module:Class".
       allow_other_base: as for `load_heads`.
 
-    Returns: the name of the written layout, another one than `target` where engines read the same directory.
+    Returns: the written layout, another one than `target` where engines read the same directory.
 
     Raises:
       UserError: `out` is not empty; heads that the target does not support or that belong to another backbone;
@@ -49,6 +51,6 @@ def convert(export: Export, target: str, out: str, allow_other_base: bool = Fals
         layout.write(export, folder)
         files = [file for file in os.scandir(folder) if not file.name.endswith(".json")]
         n_bytes = sum(file.stat().st_size for file in files)
-        card = model_card(export, layout.loading, name, tree, n_bytes)
+        card = model_card(export, layout, name, tree, n_bytes)
         write_text(os.path.join(folder, "README.md"), card)
-    return layout.name
+    return layout

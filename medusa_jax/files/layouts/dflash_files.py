@@ -22,7 +22,13 @@ from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import dflash_config, speculators_config
 from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
-from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout, without_factor
+from medusa_jax.files.layouts.layout import (
+    VLLM_COMMAND,
+    Export,
+    HeadFiles,
+    Layout,
+    without_factor,
+)
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
     out_of_order,
@@ -48,10 +54,10 @@ class DFlashFiles(Layout):
     name = "dflash"
     drafters: ClassVar[tuple[str, ...]] = ("dflash", "dspark")
     loading = (
-        'vLLM: `speculative_config={{"method": "{drafter}", "model": "{out}", '
-        '"num_speculative_tokens": {heads}}}`; SGLang: `--speculative-algorithm {DRAFTER} '
-        "--speculative-draft-model-path {out}`; DeepSpec, if the root's slot guesses, and it alone "
-        "without a Markov head: `eval.py --draft_name_or_path {out} --target_name_or_path {base}`"
+        f"vLLM: {VLLM_COMMAND}; SGLang: "
+        "`--speculative-algorithm {DRAFTER} --speculative-draft-model-path {out}`; DeepSpec, if the "
+        "root's slot guesses, and it alone without a Markov head: "
+        "`eval.py --draft_name_or_path {out} --target_name_or_path {base}`"
     )
     # DeepSpec draws embedding and LM head at random if a file lacks them.
     copies: ClassVar[bool] = True

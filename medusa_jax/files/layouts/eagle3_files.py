@@ -26,7 +26,7 @@ from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import speculators_config
 from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
-from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
+from medusa_jax.files.layouts.layout import VLLM_COMMAND, Export, HeadFiles, Layout
 from medusa_jax.files.layouts.other_fields import check_others
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
@@ -70,9 +70,8 @@ class Eagle3Files(Layout):
     name = "eagle3"
     drafters, draft_vocab = ("eagle3",), True
     loading = (
-        'vLLM: `speculative_config={{"method": "eagle3", "model": "{out}", '
-        '"num_speculative_tokens": 4}}`; SGLang: `--speculative-algorithm EAGLE3 '
-        "--speculative-draft-model-path {out}`"
+        f"vLLM: {VLLM_COMMAND}; SGLang: "
+        "`--speculative-algorithm EAGLE3 --speculative-draft-model-path {out}`"
     )
     # In the written config.json.
     architecture: ClassVar[str] = "LlamaForCausalLMEagle3"

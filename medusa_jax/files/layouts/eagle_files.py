@@ -17,7 +17,13 @@ from medusa_jax.files.hf_config import ROPE, like_llama, read_config
 from medusa_jax.files.hf_keys import HARMLESS
 from medusa_jax.files.hf_keys import locate as locate_in_llama
 from medusa_jax.files.hf_writer import config_to_hf
-from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout, without_factor
+from medusa_jax.files.layouts.layout import (
+    VLLM_COMMAND,
+    Export,
+    HeadFiles,
+    Layout,
+    without_factor,
+)
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.tensor import Tensors
 from medusa_jax.heads.eagle import Eagle, EagleConfig
@@ -100,10 +106,7 @@ class EagleForVLLM(EagleFiles):
     """`model.safetensors`. vLLM has no bias after `fc`."""
 
     name = "vllm"
-    loading = (
-        '`speculative_config={{"method": "eagle", "model": "{out}", '
-        '"num_speculative_tokens": {heads}}}`'
-    )
+    loading = VLLM_COMMAND
 
     def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
         """vLLM runs the layers as a Llama's, and fc without a bias."""

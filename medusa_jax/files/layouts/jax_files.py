@@ -18,7 +18,7 @@ from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.json_files import optional_json
 from medusa_jax.files.layouts.dflash_files import DFlashFiles
 from medusa_jax.files.layouts.eagle3_files import Eagle3Files, unstorable
-from medusa_jax.files.layouts.layout import Export, Layout
+from medusa_jax.files.layouts.layout import VLLM_COMMAND, Export, Layout
 from medusa_jax.files.layouts.stored_heads import Arrays
 from medusa_jax.files.layouts.tapped_files import drafter_of
 from medusa_jax.heads.dflash import DFlashConfig
@@ -36,7 +36,7 @@ class _ForTpu(Layout):
     """Refuses heads that the engine misreads, and models that it does not know by name."""
 
     name = "tpu_inference"
-    loading = "tpu-inference: as for vLLM, with `--speculative-config` and this directory as the model"
+    loading = f"tpu-inference: {VLLM_COMMAND}"
     engine: ClassVar[str] = TPU
 
     def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
@@ -165,11 +165,17 @@ class DFlashForTpu(_ForTpu, DFlashFiles):
         super().write(export, out)
 
 
+_SGLANG_LOADING = (
+    "sglang-jax: `--speculative-algorithm {DRAFTER} --speculative-draft-model-path {out} --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens {nodes}"
+)
+
+
 class Eagle3ForSglangJax(Eagle3ForTpu):
     """EAGLE-3 heads for sglang-jax."""
 
     name, engine = "sglang_jax", SGLANG
-    loading = "sglang-jax: `--speculative-draft-model-path {out}`"
+    loading = f"{_SGLANG_LOADING} --speculative-num-steps {{heads}}`"
 
 
 class BlocksForSglangJax(DFlashForTpu):
@@ -177,4 +183,4 @@ class BlocksForSglangJax(DFlashForTpu):
 
     drafters = DFlashFiles.drafters
     name, engine = "sglang_jax", SGLANG
-    loading = Eagle3ForSglangJax.loading
+    loading = f"{_SGLANG_LOADING} --speculative-num-steps 1`"

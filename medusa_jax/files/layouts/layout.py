@@ -139,6 +139,13 @@ def without_factor(engine: str, llama: LlamaConfig | None) -> str:
     return f"{engine} gives heads the model's embedding without its factor {factor:g}"
 
 
+# `Layout.loading` for vLLM.
+VLLM_COMMAND = (
+    "`vllm serve {base} --speculative-config "
+    '\'{{"method": "{drafter}", "model": "{out}", "num_speculative_tokens": {heads}}}\'`'
+)
+
+
 class Layout:
     """A layout of draft heads.
 
@@ -147,8 +154,8 @@ class Layout:
 
     Attributes:
       name: its value of `--to`.
-      loading: how to load the directory {out} with {heads} heads of the kind {drafter} (or {DRAFTER}) for the model
-        {base}, for the model card.
+      loading: how to load the directory {out} with {heads} heads (with the root {nodes} nodes) of the kind {drafter} (or
+        {DRAFTER}) for the model {base}, for the model card.
       drafters: the kinds of heads that it can hold, "*" for all. `registry.TARGETS` repeats them for the package's
         layouts, so that a layout can be found without importing the others.
       draft_vocab: it can store which tokens the heads score.
@@ -158,6 +165,12 @@ class Layout:
     loading: ClassVar[str] = "as the package of this layout describes"
     drafters: ClassVar[tuple[str, ...]] = ()
     draft_vocab: ClassVar[bool] = False
+
+    def how_to_load(self, heads: HeadsConfig, base: str, out: str) -> str:
+        """`loading` for heads in a directory."""
+        n, kind = heads.n_heads, heads.drafter
+        names = {"base": base, "out": out, "drafter": kind, "DRAFTER": kind.upper()}
+        return self.loading.format(heads=n, nodes=n + 1, **names)
 
     def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
         """The reason why heads of its kinds cannot be stored; "" if they can.

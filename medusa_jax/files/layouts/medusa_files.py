@@ -20,7 +20,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.copies import GENERATION, copy_inside, copy_tokenizer_files
 from medusa_jax.files.hf import BaseFiles
-from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
+from medusa_jax.files.layouts.layout import VLLM_COMMAND, Export, HeadFiles, Layout
 from medusa_jax.files.layouts.medusa_forms import (
     MEDUSA,
     VLLM,
@@ -53,8 +53,7 @@ class MedusaFiles(Layout):
     drafters = ("medusa",)
     loading = (
         "TGI: `--model-id {out} --speculate {heads}` (the base model must be in the cache or "
-        'a local directory). vLLM from 0.28 on: `speculative_config={{"method": "medusa", "model": '
-        '"{out}", "num_speculative_tokens": {heads}}}`'
+        f"a local directory). vLLM from 0.28 on: {VLLM_COMMAND}"
     )
 
     def fits(self, tensors: Tensors) -> bool:
@@ -132,11 +131,7 @@ class MedusaForVLLM(Layout):
 
     name = "vllm"
     drafters, draft_vocab = ("medusa",), True
-    loading = (
-        '`speculative_config={{"method": "medusa", "model": "{out}", '
-        '"num_speculative_tokens": {heads}}}`. With more tokens than heads, random weights '
-        "would draft the rest without a warning"
-    )
+    loading = f"{VLLM_COMMAND}. With more tokens than heads, random weights would draft the rest without a warning"
 
     def fits(self, tensors: Tensors) -> bool:
         return any(VLLM.fullmatch(key) for key in tensors)

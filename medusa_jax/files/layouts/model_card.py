@@ -2,7 +2,7 @@
 
 import os
 
-from medusa_jax.files.layouts.layout import Export
+from medusa_jax.files.layouts.layout import Export, Layout
 from medusa_jax.notation import byte_size
 from medusa_jax.whole_files import Json
 
@@ -12,21 +12,18 @@ NOTHING = (
 )
 
 
-def model_card(export: Export, loading: str, out: str, tree: Json, n_bytes: int) -> str:
+def model_card(export: Export, layout: Layout, out: str, tree: Json, n_bytes: int) -> str:
     """The text of README.md.
 
     Args:
-      loading: as in `Layout`.
-      out: its name.
+      layout: theirs.
+      out: the name of their directory.
       tree: the tree file of the heads, with its evidence; {} if there is none.
       n_bytes: of its weights.
     """
     stored, heads, base = export.stored, export.stored.heads, export.base_name
     on_hub = "/" in base and not os.path.exists(base)
     name = base if on_hub else os.path.basename(os.path.abspath(base))
-    loading = loading.format(
-        base=name, out=out, heads=heads.n_heads, drafter=heads.drafter, DRAFTER=heads.drafter.upper(),
-    )  # fmt: skip
     figures = "\n".join(_held_out(stored.meta) + _calibration(tree) or [NOTHING, ""])
     # The hub refuses a base_model that is not an id.
     id_line = f"base_model: {base.partition('@')[0]}\n" if on_hub else ""
@@ -48,7 +45,7 @@ The heads draft tokens and the backbone verifies them: the text is the backbone'
 - backbone: {name}
 - read from: {stored.layout}
 
-Loading: {loading}.
+Loading: {layout.how_to_load(heads, name, out)}.
 
 ## Measured
 

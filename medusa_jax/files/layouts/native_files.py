@@ -13,7 +13,7 @@ class NativeFiles(Layout):
 
     name = NATIVE
     drafters, draft_vocab = ("*",), True
-    loading = "`python decode.py --model {base} --drafter {out}`"
+    loading = "`medusa serve --model {base} --drafter {out}`"
 
     def write(self, export: Export, out: str) -> None:
         """Write them with the backbone's fingerprint and the tree, if any."""

@@ -10,7 +10,6 @@ from refusals import refused
 from safetensors.numpy import load_file
 from tiny import random_params, tiny_arch
 
-from medusa_jax.commands.convert import serve_command
 from medusa_jax.files.layouts.engines import why_not
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.heads.dflash import DFlashConfig, DSparkConfig
@@ -55,8 +54,9 @@ def test_keys_of_engines_in_jax(target, heads, general, tmp_path):
         np.testing.assert_array_equal(offsets, usual.get("d2t", np.zeros(len(offsets))))
     again = open_heads(str(out)).fitted(base)
     assert again.read(LLAMA).keys() == stored.read(LLAMA).keys()
-    command = serve_command(target, heads, "owner/base", str(out))
-    assert str(out) in command and ("vllm serve" in command) == (target == TPU)
+    said = (out / "README.md").read_text()
+    assert ("--speculative-num-draft-tokens 4" in said) == (target == SGLANG)
+    assert ('"num_speculative_tokens": 3' in said) == (target == TPU)
 
 
 TPU_ALONE = [
