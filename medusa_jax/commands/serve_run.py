@@ -16,7 +16,6 @@ from medusa_jax.console import log
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
 from medusa_jax.errors import UserError
 from medusa_jax.kept_programs import use_compilation_cache
-from medusa_jax.measured import DeviceCache
 from medusa_jax.serving import Server
 from medusa_jax.text.chat import PLAIN, is_chat_model, template_source
 from medusa_jax.whole_files import read_text
@@ -84,15 +83,11 @@ def answer_calls(
         log_all=flags.log == "requests",
     )
     shown = f"[{host}]" if ":" in host else host
-    url, start, model = f"http://{shown}:{port}", time.monotonic(), server.model
-    note = DeviceCache("first_answer", model.fingerprint, model.trees.mark, server.slots)
-    expected = note.read().get("seconds")
-    about = f", first answer in about {expected:.0f} s" if expected else ""
-    log(f"{name}: compiling the first program{about}; the page is there: {url}/")
+    url, start = f"http://{shown}:{port}", time.monotonic()
+    log(f"{name}: compiling the first program; the page is there: {url}/")
 
     def announce() -> None:
         seconds = time.monotonic() - start
-        note.write({"seconds": seconds})
         log(f"{name}: ready after {seconds:.1f} s: {url}/ is the page, {url}/v1 the API")
 
     server.prepare(announce)
