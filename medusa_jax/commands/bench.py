@@ -6,7 +6,6 @@ easy to guess).
 """
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -275,12 +274,4 @@ def out_directory(path: str, flag: str = "--out") -> Path:
     return out
 
 
-class RaceLine(CommandLine[Flags]):
-    """`bench race` is the same command."""
-
-    def parse(self, argv: Sequence[str] | None = None) -> Flags:
-        words = list(sys.argv[1:] if argv is None else argv)
-        return super().parse(words[words[:1] == ["race"] :])
-
-
-main = RaceLine("medusa bench", Flags, run, EXAMPLES)
+main = CommandLine("medusa bench", Flags, run, EXAMPLES)

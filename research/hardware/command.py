@@ -93,7 +93,7 @@ def jobs_of(part: str, flags: Flags, seconds: float) -> Iterator[Job]:
         for name, model in models.items():
             out = f"--out={flags.out}/race-{name}"
             sizes = tiny_sizes if flags.small else more
-            yield Job(("medusa_jax", "bench", "race", *model, *sizes, out))
+            yield Job(("medusa_jax", "bench", *model, *sizes, out))
     else:
         yield job(part)
 

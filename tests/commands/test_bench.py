@@ -22,7 +22,7 @@ def test_bench_races_drafters_and_trees(files, tmp_path, capsys):
     """A drafter may name its tree; the others have each of --trees."""
     directory, prompts = files
     arguments = [
-        "race", f"--model={directory}", f"--prompts={prompts}", f"--out={tmp_path}",
+        f"--model={directory}", f"--prompts={prompts}", f"--out={tmp_path}",
         f"--drafters={directory}/heads,prompt_lookup@copy:2,", "--trees=chain:2,cartesian:2x2,",
         "--limit=2", "--max_new_tokens=20", "--repeats=1",
     ]  # fmt: skip
