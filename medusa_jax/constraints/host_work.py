@@ -1,6 +1,6 @@
 """The host's part in the steps of rows with constraints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -57,13 +57,12 @@ class RowWork:
 
 
 Works = Mapping[int, RowWork]
+# Does the work of rows; returns those whose work is ready in time.
+FillWorks = Callable[[Works], Works]
 
 
-class Workers:
-    """Do the work of rows, by default in the calling thread."""
-
-    def filled(self, works: Works) -> Works:
-        """Do the work; return the rows whose work is ready in time."""
-        for work in works.values():
-            work.fill()
-        return works
+def fill_all(works: Works) -> Works:
+    """Do the work of rows in the calling thread."""
+    for work in works.values():
+        work.fill()
+    return works

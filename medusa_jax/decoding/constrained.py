@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from medusa_jax.constraints.guide import Guide
-from medusa_jax.constraints.host_work import RowWork, Workers
+from medusa_jax.constraints.host_work import FillWorks, RowWork, fill_all
 from medusa_jax.decoding import generation
 from medusa_jax.decoding.generation import RowCache, begin, end_wanted, grow
 from medusa_jax.decoding.host_step import HostInputs, constrained_step, next_inputs
@@ -88,13 +88,13 @@ class HostArrays(NamedTuple):
 
 
 def host_part(
-    engine: Engine, guides: Mapping[int, Guide], read: HostArrays, workers: Workers
+    engine: Engine, guides: Mapping[int, Guide], read: HostArrays, fill: FillWorks
 ) -> tuple[bool, np.ndarray, np.ndarray, np.ndarray]:
     """Draft what is forced, and compute what may follow.
 
     Args:
       guides: by row; any token may follow in rows without one.
-      workers: do the work; rows that are late are PAUSED.
+      fill: does the work; rows that are late are PAUSED.
 
     Returns: whether few tokens are forced in every row, the new status of running rows, the tree and the bits of the
       tokens that may follow its nodes.
@@ -117,7 +117,7 @@ def host_part(
             )
     next_B = np.full(B, RUNNING, np.int32)
     next_B[list(works)] = PAUSED
-    ready = workers.filled(works)
+    ready = fill(works)
     for row, work in ready.items():
         next_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
@@ -131,22 +131,20 @@ def step(
     state: DecodeState,
     guides: Mapping[int, Guide],
     inputs: HostInputs,
-    workers: Workers | None = None,
+    fill: FillWorks = fill_all,
     size: Tree | None = None,
 ) -> tuple[DecodeState, HostInputs]:
     """One decode step; also drafts for the next one. Consumes the state.
 
     Args:
-      guides, workers: as for `host_part`; by default this thread does the work.
+      guides, fill: as for `host_part`; by default this thread does the work.
       inputs: the drafts for this state, of the last step or of `host_inputs`.
       size: the step's tree; by default the engine's short one if it has one and few tokens are forced, else its tree.
     """
     progress, drafts, guesses_BMK = inputs
     texts = progress.tokens_BO, progress.n_new_B, progress.status_B
     read = HostArrays(*map(np.asarray, (*texts, drafts.nodes_BM, guesses_BMK)))
-    few, status_B, nodes_BM, allowed_BMW = host_part(
-        engine, guides, read, workers or Workers()
-    )
+    few, status_B, nodes_BM, allowed_BMW = host_part(engine, guides, read, fill)
     tree = engine.tree.fixed
     size = size or (few and engine.short) or tree
     kept_N = _places(size, tree)
@@ -194,7 +192,7 @@ def answer(engine: Engine, guides: Mapping[int, Guide], *arrays: np.ndarray) -> 
         nodes_BM=read.nodes_BM.reshape(B, M),
         guesses_BMK=read.guesses_BMK.reshape(B, M, -1),
     )
-    _, *part = host_part(engine, guides, read, Workers())
+    _, *part = host_part(engine, guides, read, fill_all)
     for result, value in zip(results[1:], part):
         result[:] = value.reshape(-1).view(np.int32)
     results[0][0] = 1  # now the others are written

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from medusa_jax.constraints.guide import Guide
-from medusa_jax.constraints.host_work import Workers
+from medusa_jax.constraints.host_work import FillWorks, fill_all
 from medusa_jax.decoding import constrained, rows
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.penalties import PenaltyOptions
@@ -204,7 +204,7 @@ class Batch:
         steps: int,
         few_steps: int,
         guides: Mapping[int, Guide] | None = None,
-        workers: Workers | None = None,
+        fill: FillWorks = fill_all,
         nodes: int | None = None,
     ) -> tuple[Progress, Tree]:
         """Dispatch a chunk of steps, which ends as soon as a row ends.
@@ -215,7 +215,7 @@ class Batch:
           steps: maximum number of steps.
           few_steps: maximum if one of the rows has already ended, since its row may soon be needed.
           guides: by row. A group with constraints takes `few_steps` steps, or one if other rows wait.
-          workers: do the guides' work; by default this thread does.
+          fill: does the guides' work, by default in this thread.
           nodes: of the tree; by default the tree is that for the number of rows.
 
         Returns: the progress after the chunk, and the tree of its steps.
@@ -227,7 +227,7 @@ class Batch:
         state = rows.with_extras(state, self._extras.of_group(group))
         if group.constrained:
             steps = 1 if (wanted_B == PAUSED).any() else few_steps
-            state, progress = self._constrained_steps(engine, state, guides, workers, steps)
+            state, progress = self._constrained_steps(engine, state, guides, fill, steps)
         else:
             variables = self._variables_by(engine.acceptance)
             state, progress = decode_loop(engine, variables, state, most_steps, True)
@@ -236,7 +236,7 @@ class Batch:
         return progress, engine.tree
 
     def _constrained_steps(
-        self, engine: Engine, state: DecodeState, guides: Any, workers: Any, steps: int
+        self, engine: Engine, state: DecodeState, guides: Any, fill: FillWorks, steps: int
     ) -> tuple[DecodeState, Progress]:
         """Take steps of rows with constraints until a row ends or lacks room.
 
@@ -254,9 +254,7 @@ class Batch:
             ended = any(status_B[row] != RUNNING for row in guides)
             if (n and ended) or longest + engine.free_slots > state.cache.slots:
                 break
-            state, inputs = constrained.step(
-                engine, variables, state, guides, inputs, workers
-            )
+            state, inputs = constrained.step(engine, variables, state, guides, inputs, fill)
         return state, inputs.progress
 
     def compile(self, group: Group, n_rows: int, slots: int, nodes: int | None) -> None:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from medusa_jax.api.results import NO_SCORES
+from medusa_jax.constraints.host_work import fill_all
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.serving.batch import Batch, Reading
@@ -115,8 +116,9 @@ class Chunks:
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
         most = steps, min(FEW_STEPS, steps)
+        fill = self._threads.filled if self._threads else fill_all
         progress, tree = self._batch.run(
-            status_B, sized.group, *most, guides, self._threads, sized.nodes
+            status_B, sized.group, *most, guides, fill, sized.nodes
         )
         size = self._batch.slots, tree, group, rows
         self.pending.append(Pending(progress, jobs, *size, start))

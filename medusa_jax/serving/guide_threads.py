@@ -8,7 +8,7 @@ from threading import Event
 from weakref import WeakKeyDictionary
 
 from medusa_jax.constraints.guide import Guide
-from medusa_jax.constraints.host_work import RowWork, Workers, Works
+from medusa_jax.constraints.host_work import RowWork, Works
 from medusa_jax.errors import UserError, first_line
 
 # Seconds that a step waits for threads; rows whose work is late skip the step.
@@ -32,7 +32,7 @@ class WorkCall:
         self.filled.set()
 
 
-class GuideThreads(Workers):
+class GuideThreads:
     """Runs the work of rows in threads. The row's next step uses work that came late.
 
     Threads use half of the cores, so steps continue while one computes for seconds.
@@ -47,6 +47,7 @@ class GuideThreads(Workers):
         self._calls: WeakKeyDictionary[Guide, WorkCall] = WeakKeyDictionary()
 
     def filled(self, works: Works) -> Works:
+        """Start the work; return the rows whose work is ready in time."""
         for work in works.values():
             call = self._calls.get(work.guide)
             if not call or not work.repeats(call.work):
