@@ -35,11 +35,6 @@ class DecodeJob:
         """The prompts, options and ids of these rows, as `Model.generate` takes them."""
         return [self.prompts[i] for i in rows], [self.options[i] for i in rows], rows
 
-    def compile(self, rows: list[int]) -> float:
-        """Compile the programs for these rows; returns the seconds."""
-        with announced("compiling"):
-            return self.model.compile(*self.batch(rows), acceptance=self.acceptance)
-
     def generate(self, rows: list[int]) -> list[Result]:
         return self.model.generate(*self.batch(rows), acceptance=self.acceptance)
 

@@ -171,9 +171,8 @@ def chosen_template(flags: Flags, tokenizer: Tokenizer) -> str | None:
 
 def answer_as_json(job: DecodeJob) -> int:
     """Print the report of the only request as a JSON object; returns the exit status."""
-    seconds = job.compile([0])
-    [result] = job.generate([0])
-    result.compile_seconds = seconds
+    with announced("compiling and decoding"):
+        [result] = job.generate([0])
     print_json(job.facts([0], [result])[0])
     return int(result.finish_reason == "error")
 

@@ -79,10 +79,8 @@ def answer_file(job: DecodeJob, *, batch_size: int, show_drafts: bool) -> int:
     write = partial(tqdm.write, file=sys.stdout)  # above the progress bar
     with ProgressBar("answers", n, "request", shown=hosts.first()) as bar:
         for number, (ids, rows) in enumerate(equal_batches(n, batch_size)):
-            seconds, results = job.compile(rows), job.generate(rows)
-            compiling += seconds
-            for result in results:
-                result.compile_seconds = seconds
+            results = job.generate(rows)
+            compiling += results[0].compile_seconds
             for _, result, facts in zip(ids, results, job.facts(rows, results)):
                 tokens, steps = tokens + result.new_tokens, steps + result.steps
                 if show_drafts:
