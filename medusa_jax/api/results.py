@@ -201,8 +201,11 @@ class Piece:
     """New text of one row while streaming: pairs of text and draft depth (`Result.draft_depths`)."""
 
     row: int
-    text: str
     parts: list[tuple[str, int]]
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.parts)
 
 
 def accepted_lengths(draft_depths: Sequence[int]) -> list[int]:

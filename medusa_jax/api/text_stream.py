@@ -133,7 +133,7 @@ class GrowingTexts:
             parts = text.take(ids, levels, bool(self._ended[row]))
             self._seen[row] = int(counts[row])
             if parts:
-                pieces.append(Piece(row, "".join(p for p, _ in parts), parts))
+                pieces.append(Piece(row, parts))
         return pieces
 
     @property

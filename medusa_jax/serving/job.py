@@ -88,7 +88,7 @@ class Job:
       steps_seen: decode steps, likewise.
       delivered_at: when its last part was delivered.
       row: number of its row in the batch, which `Jobs` sets; None until its prompt has been read.
-      reused, tree_nodes: as in `Ending`.
+      reused: as `Ending.reused_tokens`.
       depth: of the deepest tree of its steps.
       drafted: tokens of the prompt that the drafter has read; with a gap, of the text up to it.
       has_gap: steps without drafts have left a gap in the drafter's state.
@@ -114,7 +114,6 @@ class Job:
     drafts: list[int] = field(default_factory=list)
     histogram_L: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
     counts_3L: np.ndarray | None = None
-    tree_nodes: int = 1
     depth: int = 0
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
@@ -175,7 +174,7 @@ class Job:
         before, self.steps_seen = self.steps_seen, int(progress.steps_B[row])
         if tree is not None:
             self.drafts += (self.steps_seen - before) * [tree.n_nodes - 1]
-            self.tree_nodes, self.depth = tree.n_nodes, max(self.depth, tree.depth)
+            self.depth = max(self.depth, tree.depth)
         self.length = int(progress.length_B[row])
         new_L = np.asarray(progress.histogram_BL[row]) - self.histogram_L
         self.histogram_L = self.histogram_L + new_L
@@ -217,7 +216,7 @@ class Job:
             result.cut(len(self.token_ids), self.text.text)
             result.finish_reason = self.text.stop_reason
         queue_seconds = self.started_at - self.submitted_at
-        return Ending(result, queue_seconds, self.reused, self.tree_nodes, self.drafts)
+        return Ending(result, queue_seconds, self.reused, self.drafts)
 
 
 def make_job(

@@ -85,15 +85,18 @@ class Ending:
       result: the whole answer; its times include steps of other requests.
       waited_seconds: from the request's arrival until reading its prompt began.
       reused_tokens: prompt tokens taken from a row's cache.
-      tree_nodes: nodes of the last step's tree; 1 is plain decoding.
       drafts: of each step, the number of verified drafts; perhaps of further steps, after the text's end.
     """
 
     result: Result
     waited_seconds: float
     reused_tokens: int
-    tree_nodes: int
     drafts: Sequence[int] = ()
+
+    @property
+    def tree_nodes(self) -> int:
+        """Nodes of the last step's tree; 1 is plain decoding."""
+        return self.drafts[-1] + 1 if self.drafts else 1
 
     @property
     def accepted_drafts(self) -> int:

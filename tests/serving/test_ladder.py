@@ -77,7 +77,7 @@ def test_figures_of_drafts_are_of_the_steps_that_had_any():
     for n_tokens, by_step, drafted in ((8, [1, 0, 2], 9), (3, [1], 3), (1, [], 0)):
         result = Result("", depths, depths, "length", 3, 4, [2, 1, 1, 0], 0.1, 0.1, 0.0)
         result.cut(n_tokens, "")
-        reply.endings = {0: Ending(result, 0.0, 0, 4, job.drafts)}
+        reply.endings = {0: Ending(result, 0.0, 0, job.drafts)}
         metrics = Metrics(SimpleNamespace(learner=None))
         metrics.ended(reply.endings[0])
         steps = metrics.registry.get_sample_value("vllm:spec_decode_num_drafts_total")

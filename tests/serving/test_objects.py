@@ -277,7 +277,7 @@ def test_logprobs_of_held_back_text_in_a_response(port):
     reply, events = ResponsesReply(call, Vocabulary(tokenizer), NAME), []
     result = alone(port.model, "in", max_new_tokens=2)
     for n, (i, text) in enumerate(zip(ids, ["", "é", "a", "", "", ""], strict=True)):
-        end = Ending(result, 0.0, 0, 1) if n == 5 else None
+        end = Ending(result, 0.0, 0) if n == 5 else None
         events += reply.piece(0, Delta(text, [], [i], [float(n)], [[]], end))
     entries = [one for event in events if "delta" in event for one in event["logprobs"]]
     assert [one["logprob"] for one in entries] == [*range(6)]

@@ -116,7 +116,7 @@ class Answer:
             for deliver, request in zip(delivers, self._requests):
                 n = len(request.prompt)
                 empty = Result("", [], [], "length", n, 0, [], seconds, 0.0, 0.0)
-                ending = Ending(empty, start - arrived, 0, 1)
+                ending = Ending(empty, start - arrived, 0)
                 deliver(Delta("", [], [], [], [], ending))
         elif not self._left:
             self._handles = self._server.submit_all(self._requests, delivers, arrived)
