@@ -83,9 +83,9 @@ class TemplateFlags:
     """How a question becomes a prompt."""
 
     chat_template: str = flag(
-        "a shipped template, or auto: the tokenizer's own; for --questions also plain (none), which auto is if "
-        "the tokenizer has none",
-        "auto",
+        "a shipped one (default: the tokenizer's own); for --questions also plain: none, the default if the "
+        "tokenizer has none",
+        "",
     )
     max_prompt_tokens: int = flag(
         "for --questions: longer prompts are cut (default: 2048, or what the context leaves next to "
@@ -150,9 +150,8 @@ def prompts_of(flags: RaceFlags) -> list[Json]:
 def prompt_tasks(flags: Flags, model: "Model") -> Tasks:
     """The prompts of --prompts."""
     records = prompts_of(flags)
-    template = flags.chat_template.replace("auto", "")
     records, texts, options = record_prompts(
-        model, records, generation_options(flags), template
+        model, records, generation_options(flags), flags.chat_template
     )
     prompts = [model.encode(text) for text in texts]
     categories = [str(r.get("category", r.get("file", "all"))) for r in records]

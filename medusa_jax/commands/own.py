@@ -292,7 +292,7 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     compared = [out / "start", heads] if flags.start else [heads]
     part("comparison", out / "compare" / "race.json", lambda: bench.run(bench.Flags(
         drafters=tuple(map(str, compared)), prompts=str(kept), limit=COMPARED, repeats=1,
-        out=str(out / "compare"), chat_template=template or "auto", **shared,
+        out=str(out / "compare"), chat_template=template, **shared,
     )))  # fmt: skip
     for place in (heads, *(out / engine for engine in flags.to)):
         if not place.exists():

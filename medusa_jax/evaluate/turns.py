@@ -92,10 +92,8 @@ def prompt_room(limit: int, context: int, new_tokens: int) -> int:
 
 
 def find_template(model: Model, name: str) -> str:
-    """Resolve "auto": the tokenizer's template ("") if it has one, else "plain"."""
-    if name != "auto":
-        return name
-    return "" if model.tokenizer.chat_template else PLAIN
+    """The template of this name; for "" the tokenizer's (""), or "plain" if it has none."""
+    return name or ("" if model.tokenizer.chat_template else PLAIN)
 
 
 def turn_prompt(
