@@ -8,9 +8,9 @@ from medusa_jax.api.step_sizes import text_is_free
 from medusa_jax.decoding import constrained
 from medusa_jax.decoding.state import Engine
 from medusa_jax.heads.registry import no_drafter
-from medusa_jax.serving.echo import MOST_BEST
 from medusa_jax.serving.job import Group
 from medusa_jax.serving.ladder import ladder_sizes
+from medusa_jax.serving.request import MOST_BEST
 from medusa_jax.tree.tree import Tree, stand_in
 
 

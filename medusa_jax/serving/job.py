@@ -17,9 +17,16 @@ from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.errors import UserError, between
-from medusa_jax.serving.echo import MOST_BEST
 from medusa_jax.serving.lines import LineText
-from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
+from medusa_jax.serving.request import (
+    MOST_BEST,
+    Deliver,
+    Delta,
+    Ending,
+    Handle,
+    Request,
+    TooLong,
+)
 from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.tree.tree import Tree
 from medusa_jax.typed import read

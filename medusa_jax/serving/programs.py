@@ -13,8 +13,8 @@ from typing import NamedTuple
 from medusa_jax.console import log
 from medusa_jax.errors import first_line
 from medusa_jax.serving.batch import Batch
-from medusa_jax.serving.echo import echo_of
 from medusa_jax.serving.job import BASE, Group
+from medusa_jax.serving.prompt_scores import score_prompt
 
 # For this many seconds after a failed compilation, requests that need the program get its error; after that,
 # compile again.
@@ -45,7 +45,7 @@ class Programs(NamedTuple):
 
 
 class ScoringPrograms(NamedTuple):
-    """The program that scores prompts (`echo.py`) with this many slots."""
+    """The program that scores prompts (`prompt_scores.py`) with this many slots."""
 
     slots: int
 
@@ -56,7 +56,7 @@ class ScoringPrograms(NamedTuple):
         """Run it for two pieces: the second may find the cache placed differently."""
         piece = batch.pieces[-1]
         prompt = [0] * min(piece + 2, self.slots)
-        echo_of(batch.engines.model, "", prompt, 0, piece, self.slots)
+        score_prompt(batch.engines.model, "", prompt, 0, piece, self.slots)
 
 
 Planned = Programs | ScoringPrograms

@@ -10,6 +10,8 @@ from medusa_jax.api import Options, Result
 from medusa_jax.errors import UserError
 from medusa_jax.typed import checked_arguments, read_fields
 
+# Most alternatives of a token whose log-probabilities a request may ask for.
+MOST_BEST = 20
 Limits = dict[str, tuple[Callable[[Any], bool], str]]
 # By field of a request and of its lines: a test of its value, and the description of allowed values.
 LIMITS: Limits = {

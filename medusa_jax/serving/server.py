@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from medusa_jax.api import Model
 from medusa_jax.console import log
 from medusa_jax.errors import between, first_line
-from medusa_jax.serving.batch import Batch
-from medusa_jax.serving.echo import LEAST_SLOTS
+from medusa_jax.serving.batch import LEAST_SLOTS, Batch
 from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import BASE, LIKELY, Group, Job, make_job

@@ -23,7 +23,7 @@ from served import (
 )
 
 from medusa_jax import Options, UserError
-from medusa_jax.serving import Request, Server, Stopped, echo, programs
+from medusa_jax.serving import Request, Server, Stopped, programs, prompt_scores
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.http import Limits, make_app
 from medusa_jax.serving.job import Group
@@ -310,7 +310,7 @@ SCORED = ASKED | {"prompt": ["in the hat"] * 3, "echo": True, "logprobs": 1}
 
 def test_scoring_ends_with_its_client(port, http, monkeypatch):
     """And counts, as work and as waiting: nothing is learned or compiled ahead while prompts are scored."""
-    pieces, go_on, true = [], threading.Event(), echo.read_scored
+    pieces, go_on, true = [], threading.Event(), prompt_scores.read_scored
 
     def read(*given):
         pieces.append(port.server.idle)
@@ -318,7 +318,7 @@ def test_scoring_ends_with_its_client(port, http, monkeypatch):
         time.sleep(0.2)
         return true(*given)
 
-    monkeypatch.setattr(echo, "read_scored", read)
+    monkeypatch.setattr(prompt_scores, "read_scored", read)
     link = raw(port, SCORED)
     until(lambda: pieces)
     assert counted(http, "vllm:num_requests_waiting") == 3

@@ -14,11 +14,11 @@ from tiny import PRINTABLE, set_template, tiny_arch, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from medusa_jax import Options, demo
-from medusa_jax.serving.echo import echo_of, read_scored
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.fields import HttpError
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.http.responses import ResponsesReply
+from medusa_jax.serving.prompt_scores import read_scored, score_prompt
 from medusa_jax.serving.request import Delta, Ending, Request
 from medusa_jax.text.chat import encode_prompt
 from medusa_jax.text.tokenizer import load_tokenizer
@@ -234,11 +234,11 @@ def test_echo_scores_texts_as_evaluation_harnesses_ask(port, http, given):
 def test_echo_of_prompts_longer_than_a_piece(port):
     ids = np.random.default_rng(0).integers(3, 30, 70).tolist()
     for piece in (8, 128):
-        echo_of(
+        score_prompt(
             port.model, "", [3] * (piece + 2), 0, piece
         )  # two pieces, as a server warms up
         programs = read_scored._cache_size()
-        echo = echo_of(port.model, "", ids, 2, piece)
+        echo = score_prompt(port.model, "", ids, 2, piece)
         expected = log_probabilities(port.model, ids)
         np.testing.assert_allclose(echo.logprobs[1:], expected, rtol=2e-4, atol=2e-4)
         first, *rest = echo.top_logprobs

@@ -13,9 +13,9 @@ from typing import TypeVar
 from starlette.types import Receive, Send
 
 from medusa_jax.api import Result
-from medusa_jax.serving.echo import echo_of
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply
+from medusa_jax.serving.prompt_scores import score_prompt
 from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Stopped
 from medusa_jax.serving.server import Server
 from medusa_jax.whole_files import Json
@@ -108,7 +108,7 @@ class Answer:
         for i, (text, request) in enumerate(zip(call.echo, self._requests)):
             scored = text, request.prompt, request.options.logprobs
             # Choices of one prompt share its scores.
-            echoes[i] = echoes.get(i - request.id) or echo_of(
+            echoes[i] = echoes.get(i - request.id) or score_prompt(
                 model, *scored, wanted=lambda: not self._left
             )
         seconds = time.perf_counter() - start

@@ -7,12 +7,11 @@ from typing import Any
 
 from medusa_jax.api import Model, Options
 from medusa_jax.api.prompts import ending_middles, ending_turns
-from medusa_jax.serving.echo import MOST_BEST
 from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError
 from medusa_jax.serving.http.messages import content_of, read_messages
 from medusa_jax.serving.http.options import limit_of, options_of
 from medusa_jax.serving.http.tools import Tools, asked_tools
-from medusa_jax.serving.request import Lines, Request
+from medusa_jax.serving.request import MOST_BEST, Lines, Request
 from medusa_jax.text.chat import PLAIN, SPECIALS, encode_turns, template_source
 from medusa_jax.text.fill import Gap, fill_of
 from medusa_jax.text.jinja import variables_of

@@ -1,4 +1,4 @@
-"""The prompt of an answer that repeats it, by which evaluation harnesses score texts."""
+"""Scores of a prompt, for an answer that repeats it; evaluation harnesses score texts so."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +12,12 @@ from medusa_jax.decoding.request import power_of_two
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.programs import program
-from medusa_jax.serving.request import Delta
+from medusa_jax.serving.batch import LEAST_SLOTS
+from medusa_jax.serving.request import MOST_BEST, Delta
 from medusa_jax.sharding import on_all, pin_state, placed
 
-# Most alternatives of a token whose log-probabilities a request may ask for.
-MOST_BEST = 20
-# Slots of the smallest cache. Every size is compiled separately, and native attention skips unused slots;
-# 512 slots take 24 MB per row with 30 layers and 3 heads.
-LEAST_SLOTS = 512
 
-
-def echo_of(
+def score_prompt(
     model: Model,
     text: str,
     ids: Any,
@@ -31,7 +26,7 @@ def echo_of(
     slots: int = LEAST_SLOTS,
     wanted: Callable[[], bool] = lambda: True,
 ) -> Delta:
-    """Return a prompt as the first part of an answer, read piece by piece like any prompt.
+    """Score a prompt, read piece by piece like any; returns it as the first part of an answer.
 
     Args:
       ids: the tokens of the text.
