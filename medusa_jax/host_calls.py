@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Gets an address, where addresses and sizes of n arrays are, and n.
+# Called with the address of a table and n: the table has n pairs, the address and the size of an array.
 HOST = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 numbers = itertools.count(1)
 

@@ -26,8 +26,9 @@ R = TypeVar("R")
 Run = Callable[[list[Any]], Any]
 # The generator of all keys (`decoding/sampling.py: row_keys`).
 KEYS = "threefry2x32"
-# Programs of a start, and those that are being read.
+# Number of recently used programs to read ahead.
 LAST = 5
+# Marks a call not looked up yet.
 UNSEEN: Any = object()
 # XLA compiles one program on several threads, but not all of the time.
 compiling = ThreadPoolExecutor(2)
@@ -206,7 +207,7 @@ def is_key(x: Any) -> bool:
 
 
 def compile_new(lowered: jax.stages.Lowered) -> Any:
-    """XLA's executable, compiled though JAX's cache may have the program: XLA cannot write one that it has read."""
+    """Compile without JAX's cache: XLA cannot serialise an executable that it loaded from there."""
     with without_cache():
         return lowered.compile().runtime_executable()
 

@@ -1,4 +1,4 @@
-"""Trees of arrays in the user's cache: made once, and mapped into memory at later starts.
+"""Cache trees of arrays on disk and memory-map them at later starts.
 
 A file begins with a magic number and the place and checksum of its header, which is last: a tree in JSON, and the types
 and places of its arrays. Arrays are aligned, so that XLA on a CPU reads them in place.
@@ -88,22 +88,22 @@ def cached(kind: str, *marks: Any) -> Path:
 def package_mark() -> str:
     """Names, sizes and times of the package's sources."""
     sources = sorted(p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".cc", ".h"))
-    marks = [(str(p), (about := p.stat()).st_size, about.st_mtime_ns) for p in sources]
+    marks = [(str(p), (status := p.stat()).st_size, status.st_mtime_ns) for p in sources]
     return hashlib.sha256(repr(marks).encode()).hexdigest()
 
 
 def content_of(name: str) -> str:
     """The sha256 of a file, noted for later starts: gigabytes take seconds to read."""
-    about = os.stat(name)
-    marks = os.path.realpath(name), about.st_size, about.st_mtime_ns, about.st_ctime_ns
-    key = hashlib.sha256(repr((*marks, about.st_ino)).encode()).hexdigest()[:24]
+    status = os.stat(name)
+    marks = os.path.realpath(name), status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    key = hashlib.sha256(repr((*marks, status.st_ino)).encode()).hexdigest()[:24]
     note = os.path.join(cache_directory("gguf"), f"{key}.sha256")
     with suppress(UserError):
         return read_text(note)
     with open(name, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     # A new file may change again within the resolution of its times.
-    if time.time() - about.st_ctime > 2:
+    if time.time() - status.st_ctime > 2:
         with suppress(UserError):
             write_text(note, digest)
     return digest
@@ -186,8 +186,8 @@ def kept_files(directory: Path) -> list[tuple[int, int, Path]]:
     files = []
     for path in directory.iterdir():
         with suppress(OSError):  # another process may remove it
-            if stat.S_ISREG((about := path.stat()).st_mode):
-                files.append((about.st_mtime_ns, about.st_size, path))
+            if stat.S_ISREG((status := path.stat()).st_mode):
+                files.append((status.st_mtime_ns, status.st_size, path))
     return sorted(files)
 
 

@@ -70,7 +70,10 @@ class HeadsFiles:
     n_heads: int | None = None
 
     def read(self, storage: Storage) -> tuple[HeadsConfig, Params]:
-        """The heads with kernels in the form of `storage`, and the LM head that they share."""
+        """Read the heads with kernels stored as `storage`.
+
+        With a draft vocabulary and a shared LM head, also read its columns.
+        """
         packed = partial(self._packed, storage)
         if not storage.panel:
             return packed()

@@ -20,8 +20,8 @@ from medusa_jax.tree.tree import Order, Tree
 
 # "bundled": with --tree auto, too, all steps use the tree file's choice or the default tree.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Nodes of the small tree: narrow weights (stored, int8) use no larger one until `calibrate` has run on this machine. Its
-# steps also choose the smaller one, since on some processors three rows take much longer than two.
+# SMALL: largest tree for stored or int8 weights until `calibrate` has run here. SMALLER: a second size for that tree,
+# since on some processors three rows take much longer than two.
 SMALL, SMALLER = 3, 2
 
 

@@ -25,7 +25,7 @@ class Entrant:
       name: as given.
       model: the backbone with this drafter; all entrants share one backbone.
       trees: --tree value -> tree; for auto None: the model chooses in every step, as in `decode`.
-      mark: what tells its heads from others of the family, for its label.
+      mark: suffix of the label that distinguishes heads of one family.
     """
 
     name: str

@@ -240,6 +240,6 @@ def on_hosts(run: Callable[[Hosted], int]) -> Callable[[Hosted], int]:
 
 
 def host_flags(flags: HostFlags) -> dict[str, str]:
-    """The `HostFlags` that were given."""
+    """The host flags that were set, by name."""
     values = values_of(flags, HostFlags)
     return {name: value for name, value in values.items() if value is not None}

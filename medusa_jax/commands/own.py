@@ -170,7 +170,7 @@ def recipe(flags: Flags, out: Path, **fields: object) -> Config:
     """The configuration of the training."""
     from medusa_jax.training.own_recipe import recipe_with
 
-    # A text that is not there has the recipe's largest batch.
+    # Before distill has written the text, its size is unknown, so the recipe keeps its largest batch.
     given: Json = {"model.path": flags.model, "data.source": str(out / "text.jsonl")}
     given |= {"heads.drafter": flags.drafter or "medusa"}
     given |= {"data.chat_template": flags.chat_template or ""}

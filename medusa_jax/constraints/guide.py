@@ -13,8 +13,8 @@ from medusa_jax.constraints.runs import DIGITS, QUOTE, Layout, forced
 from medusa_jax.errors import UserError
 
 T = TypeVar("T")
-# `LIMITS` bound the work for each mask. The last resort is CPU seconds of a mask that counts as slow, and of
-# all slow masks of a served request: far more than a usual mask's 50 us, so that speed does not decide.
+# `LIMITS` bound the work for each mask. Last resort: masks above SLOW_MASK CPU seconds count against a request's budget
+# of SLOW_MASKS seconds. A usual mask takes 50 us, so machine speed hardly matters.
 SLOW_MASK, SLOW_MASKS = 0.1, 10.0
 # Tokens of a text that is tried before a constraint is used.
 TRIED = 64

@@ -1,4 +1,4 @@
-"""Find terminals of a Lark grammar whose longest match takes what must follow them, so that an answer never ends.
+"""Find Lark terminals that, by longest match, swallow the terminal that must follow, so that an answer cannot end.
 
 Runs in the child process of `child.py`, which does not import the package.
 """

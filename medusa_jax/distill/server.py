@@ -117,7 +117,7 @@ def answer_of(reply: Any) -> SimpleNamespace:
 
 
 def call(url: str, read: Any, body: Json | None = None) -> Any:
-    """What `read` finds in the JSON that a server answers to GET, or to POST with a body.
+    """Send a request (POST if there is a body) and return `read(reply)`.
 
     Raises:
       HTTPError: it refuses this body; the reason is its text.

@@ -43,7 +43,7 @@ class Writer:
     seconds: float = 0.0
 
     def decode(self, turns: list[Turn], numbers: list[int], take: Take) -> None:
-        """Write turns; the random draws depend on the seed's number, batches are padded to one size.
+        """Decode a batch of turns, padded to `batch_size`. Draws depend only on each seed's number.
 
         Args:
           take: called with the index and the result of each turn.
@@ -97,12 +97,12 @@ class Writer:
         if self.mode == "continue":
             talks = [continuation(seed, prompt_of(model, seed)) for seed in seeds]
         else:
-            about = model.tokenizer, model.config, self.chat_template
+            context = model.tokenizer, model.config, self.chat_template
             limits: Json = {
                 "self_talk": self.mode == "self_talk",
                 "max_turns": self.max_turns,
             }
-            talks = [talk(seed, *about, **limits) for seed in seeds]
+            talks = [talk(seed, *context, **limits) for seed in seeds]
         numbers = [seed.number for seed in seeds]
         converse(list(zip(numbers, talks)), self.decode, on_end)
 

@@ -32,8 +32,8 @@ FILE = CERTIFICATE
 FORMAT = {"format": "draft_heads.certificate", "version": "1"}
 # P, and the tokens whose logits are recorded.
 POSITIONS, TOP = 10, 8
-# Largest differences, as a share of the largest number. Heads may use the model's embedding and LM head. The same model
-# in bfloat16 therefore differs slightly (first limit), a quantised one more (second).
+# Largest differences, as a share of the largest number. Keys: whether the model has the recorded fingerprint; False
+# allows for a quantised copy, since heads may use the model's embedding and LM head.
 FUSED, LOGITS, STATES = 1e-3, {True: 0.01, False: 0.1}, {True: 0.05, False: 0.5}
 
 
@@ -122,7 +122,7 @@ def record(model: Model) -> Certificate:
 
 
 def rounded(model: Model, dtype: str) -> Model:
-    """The model with heads as a file of this type has them."""
+    """Round the heads to `dtype`, in place; returns the model."""
 
     def rounded(x: jax.Array) -> jax.Array:
         return (

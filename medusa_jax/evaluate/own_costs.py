@@ -11,11 +11,11 @@ from medusa_jax.api import Model
 from medusa_jax.evaluate.step_clock import StepClock
 from medusa_jax.tree.tree import Tree
 
-# The fixed cost of each part, mostly compilation, in compilations of one decoding loop; answers cost it for each size of
-# prompts. Then how much longer reading a prompt, and learning, take than their products. Measured on two quiet CPU cores.
+# Fixed cost of each part, as a multiple of compiling one decoding loop. Answers pay it once per prompt length. Then how
+# much longer reading a prompt, and learning, take than their products. Measured on two quiet CPU cores.
 PROGRAMS = {"answers": 14.0, "training": 22.0, "tree": 38.0, "comparison": 20.0}
 READING, LEARNING = 1.4, 1.35
-# Plain steps that take as long as the timed ones of `calibrate`, and as the runs for each compared token.
+# TIMED_STEPS: `calibrate`'s timings, in plain steps. RUNS: plain steps per compared token.
 TIMED_STEPS, RUNS = 700, 2.5
 
 
@@ -40,10 +40,13 @@ class Workload(NamedTuple):
     """The work of `own`.
 
     Attributes:
-      questions, sizes: that are answered; of padded prompts.
-      batch, steps: rows of an update of training; updates.
+      questions: number answered.
+      sizes: number of different padded prompt lengths.
+      batch: rows of a training update.
+      steps: number of updates.
       decoded: steps of whole batches.
-      read, tokens: tokens of prompts as they are padded; of all texts.
+      read: prompt tokens, padding included.
+      tokens: tokens of all texts.
       learned: positions that all training steps learn from.
       compared: tokens.
     """

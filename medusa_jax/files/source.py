@@ -137,7 +137,8 @@ def _place(
         owners.setdefault(spans, []).append(device)
     placed: list[jax.Array] = []
     for spans, devices in owners.items():
-        jax.block_until_ready(placed)  # the previous slice has left the host
+        # Wait until the previous slice is on its device, so that the host holds one at a time.
+        jax.block_until_ready(placed)
         file_spans = spans[::-1] if transposed else spans
         block = part(tensor, tuple(slice(*span) for span in file_spans))
         block = block.T if transposed else block

@@ -81,7 +81,7 @@ class Chunks:
 
     @property
     def unseen_tokens(self) -> int:
-        """Most tokens by which a text has grown since the last result, on the device."""
+        """Upper bound on the tokens that dispatched chunks have added to a text but the host has not read."""
         chunks = sum(pending.tree is not None for pending in self.pending)
         return chunks * self._most_steps * self._batch.engines.longest
 

@@ -1,7 +1,7 @@
-"""Choose the size of the draft tree for a chunk of steps, by what it gives and costs under the present load.
+"""Choose the draft tree's size for a chunk: the one with the most tokens per second for the rows that run now.
 
 The more rows step together, the more a drafted token costs. A *ladder* has several sizes of one ordered tree, plain
-decoding first. A chunk takes the size with the most tokens per time for the rows that run now:
+decoding first. A size's tokens per second come from:
 
 - Tokens per step: the formula of `decoding/tree_size/rates.py` for the drafts that each request has accepted so far. A request
   begins with the shares of earlier ones, and the first one with the tree file's evidence.

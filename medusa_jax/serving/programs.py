@@ -135,7 +135,7 @@ class Compiler:
             self._wake.notify_all()
 
     def look_again(self) -> None:
-        """The server may have become idle."""
+        """Wake the compiling thread: the server may be idle now."""
         with self._wake:
             self._wake.notify_all()
 

@@ -19,8 +19,7 @@ SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
 NO_DEFAULT = "{{ raise_exception('there are several by name and no default') }}"
 # Special tokens that chat templates read.
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# Texts with more characters are encoded by the library's batch call, which releases the GIL: a megabyte takes a
-# second.
+# Longer texts take the library's batch call, which releases the GIL: encoding them can take seconds or more.
 LONG = 4096
 # Ids that a `StreamDecoder` holds at most, and those it keeps when it drops the others.
 WINDOW, TAIL = 48, 12

@@ -271,7 +271,7 @@ class Port:
         return None
 
     def _check_length(self, prompt: str | list[int]) -> None:
-        """Refuse a prompt that is too long for any tokenisation; tokenising a megabyte takes 1 s."""
+        """Refuse a prompt that is too long however it is tokenised: some texts of a megabyte take minutes to tokenise."""
         limit, n_tokens = self._server.most_prompt, len(prompt)
         if isinstance(prompt, str):
             n_tokens = self._vocabulary.least_tokens(prompt)

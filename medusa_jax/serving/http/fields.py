@@ -15,7 +15,8 @@ NOTHING: Values = MappingProxyType({})
 # Fields of OpenAI's requests that change nothing in an answer.
 IGNORED = {"metadata", "prompt_cache_key", "prompt_cache_retention"}
 IGNORED |= {"safety_identifier", "service_tier", "store", "user"}
-# llama.cpp's: any row's cache is searched, reading a prompt has no limit of time, the others belong to neutral ones.
+# llama.cpp's fields without effect here: hints for its cache, limits of time, parameters of samplers that are off, and
+# forms of its replies.
 LLAMA_CPP = (
     "adaptive_decay backend_sampling cache_prompt dry_allowed_length dry_base dry_penalty_last_n "
     "dry_sequence_breakers dynatemp_exponent id_slot mirostat_eta mirostat_tau n_cache_reuse n_discard n_keep "
