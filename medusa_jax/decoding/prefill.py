@@ -21,28 +21,14 @@ from medusa_jax.decoding.state import (
 )
 from medusa_jax.decoding.step import checked, emit, write_tokens
 from medusa_jax.heads.drafter import Committed
-from medusa_jax.model.cache import KVCache
+from medusa_jax.heads.state import rewind_state
+from medusa_jax.model.backbone import Backbone
 from medusa_jax.programs import program
 from medusa_jax.sharding import Params, PyTree, pin_state
 
 # Prompt tokens per piece: enough that arithmetic outweighs reading the weights on any device, few enough
 # that activations are small compared with the weights.
 PIECE = 512
-
-
-class PrefillState(NamedTuple):
-    """Prefill progress so far.
-
-    Attributes:
-      cache, drafter: as in `DecodeState`.
-      root_B: the first new token of the rows whose whole prompt has been read, as `Kernels.best_token` returns it.
-      logprobs: its log-probabilities; None unless the engine keeps them.
-    """
-
-    cache: KVCache
-    drafter: PyTree
-    root_B: jax.Array
-    logprobs: Logprobs | None
 
 
 class PromptArrays(NamedTuple):
@@ -65,14 +51,12 @@ class PromptPiece(NamedTuple):
     """Consecutive tokens of every prompt.
 
     Attributes:
-      tokens_BT: the tokens, right-padded.
-      next_BT: the token after each; after the end of a prompt it may be any token.
+      tokens_BP: the tokens and the one after them, P = T + 1; after the end of a prompt any token.
       begin_B: the position of the first token.
       length_B: tokens of the whole prompt.
     """
 
-    tokens_BT: jax.Array
-    next_BT: jax.Array
+    tokens_BP: jax.Array
     begin_B: jax.Array
     length_B: jax.Array
 
@@ -80,72 +64,95 @@ class PromptPiece(NamedTuple):
     def of(cls, prompt: Sequence[int] | np.ndarray, begin: int, size: int) -> "PromptPiece":
         """The tokens of one prompt from index `begin` on, in NumPy's arrays."""
         ids = prompt[begin : begin + size + 1]
-        tokens_1T: Any = np.zeros((1, size + 1), np.int32)
-        tokens_1T[0, : len(ids)] = ids
-        begin_1, length_1 = np.array([[begin], [len(prompt)]], np.int32)
-        return cls(tokens_1T[:, :-1], tokens_1T[:, 1:], begin_1, length_1)
-
-
-def prefill_start(engine: Engine, state: DecodeState) -> PrefillState:
-    """The progress before any piece has been read into the cache of this state."""
-    zero_B = jnp.zeros_like(state.root_B)
-    logprobs = empty_logprobs(engine, zero_B[:, None])
-    return PrefillState(state.cache, state.drafter, zero_B, logprobs)
+        tokens_1P: Any = np.zeros((1, size + 1), np.int32)
+        tokens_1P[0, : len(ids)] = ids
+        return cls(tokens_1P, *np.array([[begin], [len(prompt)]], np.int32))
 
 
 def read_piece(
     engine: Engine,
     variables: Params,
-    sampling: Sampling,
-    text_BS: jax.Array | None,
-    before: PrefillState,
+    state: DecodeState,
     piece: PromptPiece,
     all_end: bool = False,
-) -> PrefillState:
-    """Read a piece of every prompt, and choose the first token of rows whose prompt ends in it.
+) -> DecodeState:
+    """Read a piece of every prompt; rows whose prompt ends in it emit their first token.
+
+    Pieces may overlap.
 
     Args:
-      text_BS: the prompts up to this piece; None unless the engine keeps the text.
+      state: its cache contains the text before the piece and has room for it: begin + T <= slots.
       all_end: every prompt ends in this piece, so the step need not check.
     """
-    tokens_BT, next_BT, begin_B, length_B = piece
-    T = tokens_BT.shape[1]
-    backbone = engine.backbone(variables)
+    tokens_BP, begin_B, length_B = piece
+    tokens_BT, next_BT = tokens_BP[:, :-1], tokens_BP[:, 1:]
+    T, text_BS = tokens_BT.shape[1], state.text_BS
+    backbone, kernels = engine.backbone(variables), engine.kernels
     position_BT = begin_B[:, None] + jnp.arange(T)[None, :]
     last_B1 = (length_B - 1)[:, None]
     is_last_BT = position_BT == last_B1
     ends_B = jnp.any(is_last_BT, axis=1)
     count_B = jnp.clip(length_B - begin_B, 0, T)
-    hidden_BTE, cache = backbone.read(tokens_BT, before.cache, begin_B, count_B)
+    if text_BS is not None:
+        text_BS = write_tokens(kernels, text_BS, tokens_BT, begin_B)
+    hidden_BTE, cache = backbone.read(tokens_BT, state.cache, begin_B, count_B)
 
     def first_token() -> tuple[jax.Array, Logprobs | None]:
         """The first token of every row, as if its prompt ended here, and its log-probabilities."""
         here_B1 = jnp.clip(last_B1 - begin_B[:, None], 0, T - 1)
         last_B1E = jnp.take_along_axis(hidden_BTE, here_B1[..., None], axis=1)
-        barred_BS = text_BS if engine.no_repeat_ngram_size else None
-        place = after_text(sampling, barred_BS, last_B1[:, 0])
-        if sampling.first_BW is not None:
-            place = place._replace(allowed_BPW=sampling.first_BW[:, None])
-        reported_B1V, chosen_B1V = adjust(
-            engine, sampling, backbone, place, backbone.lm_head(last_B1E)
-        )
-        draws = sampling if engine.rule.noise is not None else None
-        root_B1 = target_tokens(engine.kernels, chosen_B1V, last_B1, draws)
-        n = engine.logprobs
-        return root_B1[:, 0], None if n is None else logprobs_of(reported_B1V, root_B1, n)
+        return token_after(engine, backbone, state.sampling, text_BS, last_B1, last_B1E)
 
-    first = before.root_B, before.logprobs
     if all_end:
-        first = first_token()
+        first_B1, logprobs = first_token()
     else:
-        first = lax.cond(
-            jnp.any(ends_B), lambda: where_rows(ends_B, first_token(), first), lambda: first
+        zero_B1 = jnp.zeros_like(last_B1)
+        none = zero_B1, empty_logprobs(engine, zero_B1)
+        first_B1, logprobs = lax.cond(
+            jnp.any(ends_B), lambda: where_rows(ends_B, first_token(), none), lambda: none
         )
-    first_B, _ = checked(first[0], engine.llama.config.vocab_size)
+    first_B, broken_B = checked(first_B1[:, 0], engine.llama.config.vocab_size)
     next_BT = jnp.where(is_last_BT, first_B[:, None], next_BT)
     new = Committed(hidden_BTE, tokens_BT, next_BT, position_BT, count_B)
-    drafter = engine.drafter.commit(variables["heads"], backbone, before.drafter, new)
-    return PrefillState(cache, drafter, *first)
+    drafter = rewind_state(state.drafter, jnp.minimum(begin_B, length_B))
+    drafter = engine.drafter.commit(variables["heads"], backbone, drafter, new)
+    root_B = jnp.where(ends_B, first_B, state.root_B)
+    if text_BS is not None:  # a prompt's next piece overwrites it
+        text_BS = write_tokens(kernels, text_BS, root_B[:, None], length_B)
+    state = state.replace(
+        cache=cache, drafter=drafter, length_B=length_B, root_B=root_B, text_BS=text_BS
+    )
+    path_BL = jnp.zeros_like(state.histogram_BL).at[:, 0].set(first_B)
+    n_B = ends_B.astype(jnp.int32)
+    state, _ = emit(kernels, state, path_BL, n_B, logprobs, broken_B)
+    return pin_state(engine.llama.mesh, state)
+
+
+def token_after(
+    engine: Engine,
+    backbone: Backbone,
+    sampling: Sampling,
+    text_BS: jax.Array | None,
+    last_B1: jax.Array,
+    hidden_B1E: jax.Array,
+) -> tuple[jax.Array, Logprobs | None]:
+    """The token [B, 1] after each row's text, as `Kernels.best_token` returns it, and its log-probabilities.
+
+    Args:
+      text_BS: the texts; None unless the engine keeps them.
+      last_B1: index of the last token.
+      hidden_B1E: its hidden state.
+    """
+    barred_BS = text_BS if engine.no_repeat_ngram_size else None
+    place = after_text(sampling, barred_BS, last_B1[:, 0])
+    if sampling.first_BW is not None:
+        place = place._replace(allowed_BPW=sampling.first_BW[:, None])
+    logits_B1V = backbone.lm_head(hidden_B1E)
+    reported_B1V, chosen_B1V = adjust(engine, sampling, backbone, place, logits_B1V)
+    draws = sampling if engine.rule.noise is not None else None
+    token_B1 = target_tokens(engine.kernels, chosen_B1V, last_B1, draws)
+    n = engine.logprobs
+    return token_B1, None if n is None else logprobs_of(reported_B1V, token_B1, n)
 
 
 @program(static_argnums=(0, 1))
@@ -160,66 +167,25 @@ def prefill(
     Args:
       slots: cache slots to allocate, at least T.
     """
-    prompt_BT, prompt_length_B = prompts.prompt_BT, prompts.prompt_length_B
+    prompt_BT, length_B, options, output_BO = prompts
     T = prompt_BT.shape[1]
     piece = min(T, PIECE)
     if T % piece:
         raise ValueError(f"{T} prompt tokens are not a multiple of a piece of {piece}")
-    state = fresh_state(engine, slots, prompts.options, prompts.output_BO)
-    if state.text_BS is not None:
-        state = state.replace(text_BS=state.text_BS.at[:, :T].set(prompt_BT))
-    following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)
+    padded_BP = jnp.pad(prompt_BT, ((0, 0), (0, 1)))
 
-    def read_next(i: jax.Array | int, before: PrefillState) -> PrefillState:
+    def read_next(i: jax.Array | int, state: DecodeState) -> DecodeState:
         begin = i * piece
-        tokens_BT, next_BT = (
-            lax.dynamic_slice_in_dim(x, begin, piece, axis=1)
-            for x in (prompt_BT, following_BT)
-        )
-        begin_B = jnp.full_like(prompt_length_B, begin)
-        next_piece = PromptPiece(tokens_BT, next_BT, begin_B, prompt_length_B)
-        return read_piece(
-            engine, variables, state.sampling, state.text_BS, before, next_piece, piece == T
-        )
+        tokens_BP = lax.dynamic_slice_in_dim(padded_BP, begin, piece + 1, axis=1)
+        begin_B = jnp.full_like(length_B, begin)
+        next_piece = PromptPiece(tokens_BP, begin_B, length_B)
+        return read_piece(engine, variables, state, next_piece, all_end=piece == T)
 
-    progress = prefill_start(engine, state)
+    state = fresh_state(engine, slots, options, output_BO)
     if piece == T:
-        progress = read_next(0, progress)
-    else:  # pieces after the longest prompt are skipped
-        pieces = -(-jnp.max(prompt_length_B) // piece)
-        progress = lax.fori_loop(0, pieces, read_next, progress)
-    return with_first_token(engine, state, progress, prompt_length_B)
-
-
-def with_first_token(
-    engine: Engine,
-    state: DecodeState,
-    progress: PrefillState,
-    length_B: jax.Array,
-    ends_B: jax.Array | bool = True,
-) -> DecodeState:
-    """The state after a piece of its prompts, with the first token of rows whose whole prompt has been read.
-
-    Args:
-      state: with the prompts up to the end of the piece in `text_BS`.
-      length_B: tokens of the whole prompts.
-      ends_B: whether a row's prompt ends in the piece.
-    """
-    root_B, broken_B = checked(progress.root_B, engine.llama.config.vocab_size)
-    text_BS = state.text_BS
-    if text_BS is not None:  # a prompt's next piece overwrites it
-        text_BS = write_tokens(engine.kernels, text_BS, root_B[:, None], length_B)
-    state = state.replace(
-        cache=progress.cache,
-        drafter=progress.drafter,
-        length_B=length_B,
-        root_B=root_B,
-        text_BS=text_BS,
-    )
-    path_BL = jnp.zeros_like(state.histogram_BL).at[:, 0].set(root_B)
-    n_B = jnp.broadcast_to(ends_B, root_B.shape).astype(jnp.int32)
-    state, _ = emit(engine.kernels, state, path_BL, n_B, progress.logprobs, broken_B)
-    return pin_state(engine.llama.mesh, state)
+        return read_next(0, state)
+    pieces = -(-jnp.max(length_B) // piece)  # those after the longest prompt are skipped
+    return lax.fori_loop(0, pieces, read_next, state)
 
 
 def where_rows(rows_B: jax.Array, new: PyTree, old: PyTree) -> PyTree:

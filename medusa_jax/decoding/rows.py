@@ -17,12 +17,7 @@ from jax import lax
 
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.penalties import Penalties
-from medusa_jax.decoding.prefill import (
-    PromptPiece,
-    prefill_start,
-    read_piece,
-    with_first_token,
-)
+from medusa_jax.decoding.prefill import read_piece
 from medusa_jax.decoding.request import DecodeRequest, row_options
 from medusa_jax.decoding.state import (
     PREDICTED,
@@ -32,12 +27,10 @@ from medusa_jax.decoding.state import (
     empty_logprobs,
     fresh_state,
 )
-from medusa_jax.decoding.step import write_tokens
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.decoding.token_sets import NO_TOKEN
-from medusa_jax.heads.state import rewind_state
 from medusa_jax.programs import program
-from medusa_jax.sharding import Params, PyTree, pin_state
+from medusa_jax.sharding import PyTree, pin_state
 
 
 @dataclass(frozen=True)
@@ -99,28 +92,12 @@ def begin_row(engine: Engine, row: DecodeState, options: RowOptions) -> DecodeSt
       options: of the new request, B = 1.
     """
     fresh = fresh_state(engine, row.cache.slots, options, jnp.zeros_like(row.tokens_BO))
-    kept = "cache", "drafter", "length_B", "root_B", "text_BS", "predicted_BP", "logprobs"
+    kept = "cache", "drafter", "text_BS", "predicted_BP", "logprobs"
     row = fresh.replace(**{name: getattr(row, name) for name in kept})
     return pin_state(engine.llama.mesh, row)
 
 
-@program(static_argnums=0, donate_argnums=2)
-def read_row(
-    engine: Engine, variables: Params, row: DecodeState, piece: PromptPiece
-) -> DecodeState:
-    """Read a piece of the prompt; the last piece emits the first token.
-
-    The cache must contain the text before the piece and have room for it: begin + T <= slots. Pieces
-    may overlap.
-    """
-    text_BS = row.text_BS
-    if text_BS is not None:
-        text_BS = write_tokens(engine.kernels, text_BS, piece.tokens_BT, piece.begin_B)
-    row = row.replace(drafter=rewind_state(row.drafter, piece.begin_B), text_BS=text_BS)
-    progress = prefill_start(engine, row)
-    progress = read_piece(engine, variables, row.sampling, text_BS, progress, piece)
-    ends_B = piece.begin_B + piece.tokens_BT.shape[1] >= piece.length_B
-    return with_first_token(engine, row, progress, piece.length_B, ends_B)
+read_row = program(static_argnums=0, donate_argnums=2)(read_piece)
 
 
 @program(static_argnums=0, donate_argnums=1)

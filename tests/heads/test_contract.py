@@ -138,7 +138,7 @@ def visible(state, slots, length_B):
 
     def seen(x):
         axis = {4: 2, 2: 1}.get(np.ndim(x))
-        if axis is None or x.shape[axis] not in (slots, slots + 1):
+        if axis is None or x.shape[axis] < slots:
             return np.asarray(x)
         seen_BS = np.arange(x.shape[axis])[None, :] < length_B[:, None]
         return np.where(seen_BS[:, None, :, None] if axis == 2 else seen_BS, x, 0)
