@@ -112,7 +112,7 @@ def test_quantising_takes_the_quantised_model_and_one_layer(directory, peak, kin
     cfg.model.path, cfg.model.quantise = directory, kind
     setup = setup_of(cfg, make_mesh())
     held = shard_bytes(setup.frozen)
-    layer = largest_part(setup.arch, 4)
+    layer = largest_part(hf.model_shape(directory), 4)
     assert held < LAYERS * layer / 2
     assert held <= peak.bytes <= held + 1.2 * layer
 

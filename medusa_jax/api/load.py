@@ -19,7 +19,6 @@ from medusa_jax.arch import STORED
 from medusa_jax.console import inform
 from medusa_jax.decoding.request import begin_keys
 from medusa_jax.errors import between
-from medusa_jax.files import hf
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.text_defaults import TextDefaults, name_unapplied, text_defaults
@@ -218,8 +217,8 @@ def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
         place_part, dtype=form.dtype, mesh=mesh, storage=form.storage, kernels=form.kernels
     )
     in_blocks = form.storage.weights == STORED
-    arguments = base.source, mesh, form.read_as, place, in_blocks, base
+    read_all = partial(base.parameters, mesh, form.read_as, place, in_blocks)
     if not form.storage.panel:
-        return hf.load_backbone(*arguments)[1]
+        return read_all()
     marks = base.config, form, form.kernels.mark
-    return made_once("weights", base.files, marks, lambda: hf.load_backbone(*arguments)[1])
+    return made_once("weights", base.files, marks, read_all)

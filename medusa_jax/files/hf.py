@@ -83,6 +83,29 @@ class BaseFiles(Source):
             source=directory, tensors=tensors, locate=locate, ignore=ignore, config=config
         )
 
+    def parameters(
+        self,
+        mesh: Mesh,
+        dtype: DTypeLike = "float32",
+        convert: Callable[[LlamaConfig, Params], Params] | None = None,
+        in_blocks: bool = False,
+    ) -> Params:
+        """All parameters, placed on the mesh.
+
+        Kernels are transposed to [in, out]; every device reads only its slices.
+
+        Args:
+          dtype: type of the parameters; tensors of another type are cast on the host.
+          convert: converts each entry of the tree, such as a layer, before the next is read, so that two forms of
+            the whole model never coexist.
+          in_blocks: `convert` gets matrices of a GGUF file as `BlockRows`.
+
+        Raises:
+          UserError: unreadable, or keys that contradict the configuration (checked before anything is read).
+        """
+        entry = None if convert is None else partial(convert, self.config)
+        return self.load(abstract_params(self.config), mesh, dtype, entry, in_blocks)
+
     def array(self, path: str) -> np.ndarray:
         """The parameter at a path of the tree, in its orientation and the stored type.
 
@@ -190,23 +213,7 @@ def load_backbone(
     dtype: DTypeLike = "float32",
     convert: Callable[[LlamaConfig, Params], Params] | None = None,
     in_blocks: bool = False,
-    opened: BaseFiles | None = None,
 ) -> tuple[LlamaConfig, Params]:
-    """Configuration and parameters of a model directory or hub id, placed on the mesh.
-
-    Kernels are transposed to [in, out]; every device reads only its slices.
-
-    Args:
-      dtype: type of the parameters; tensors of another type are cast on the host.
-      convert: converts each entry of the tree, such as a layer, before the next is read, so that two forms of the
-        whole model never coexist.
-      in_blocks: `convert` gets matrices of a GGUF file as `BlockRows`.
-      opened: `BaseFiles` of the path.
-
-    Raises:
-      UserError: unreadable, or keys that contradict the configuration (checked before anything is read).
-    """
-    base = opened or BaseFiles.open(path)
-    entry = None if convert is None else partial(convert, base.config)
-    params = base.load(abstract_params(base.config), mesh, dtype, entry, in_blocks)
-    return base.config, params
+    """Configuration and parameters of a model directory or hub id; as `BaseFiles.parameters`."""
+    base = BaseFiles.open(path)
+    return base.config, base.parameters(mesh, dtype, convert, in_blocks)

@@ -3,8 +3,6 @@
 import os
 
 import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.config import LoraConfig, ModelConfig
@@ -33,7 +31,7 @@ def export(
     """
     write, ids = first(), {}
     heads_directory, base = directory, setup.base
-    trained = trained_backbone(jnp.dtype(model.param_dtype), lora, setup, params)
+    trained = trained_backbone(model, lora, setup, params)
     if trained is not None:
         arch, backbone = trained
         base = native_heads.base_record(arch, fingerprint(arch, backbone))
@@ -54,7 +52,7 @@ def export(
 
 
 def trained_backbone(
-    dtype: DTypeLike, lora: LoraConfig, setup: Setup, params: PyTree
+    model: ModelConfig, lora: LoraConfig, setup: Setup, params: PyTree
 ) -> tuple[LlamaConfig, PyTree] | None:
     """The trained backbone for export; None if the run did not change it.
 
@@ -62,9 +60,9 @@ def trained_backbone(
     the type of the frozen backbone.
     """
     if "backbone" in params:
-        return setup.arch, params["backbone"]
+        return model.arch, params["backbone"]
     if "lora" not in params:
         return None
     original = dequantise_backbone(setup.frozen["backbone"])
-    arch, merged = merge(setup.arch, original, params["lora"], lora)
-    return arch, jax.tree.map(lambda x: x.astype(dtype), merged)
+    arch, merged = merge(model.arch, original, params["lora"], lora)
+    return arch, jax.tree.map(lambda x: x.astype(model.param_dtype), merged)

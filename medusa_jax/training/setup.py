@@ -1,6 +1,5 @@
 """Load the models of a training run."""
 
-import dataclasses
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -9,12 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.config import ModelConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError, differences
-from medusa_jax.files import hf
 from medusa_jax.files.fingerprint import Fingerprint
+from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts import native_heads
 from medusa_jax.files.layouts.heads_io import load_heads, open_heads
 from medusa_jax.heads import vocabulary
@@ -31,7 +29,6 @@ class Setup(NamedTuple):
     """The models that a run starts from.
 
     Attributes:
-      arch: the backbone's shape.
       frozen: groups of variables that are not trained: "backbone" under heads or adapters (perhaps
         quantised), "teacher", the original of a trained backbone, "draft_vocab" with the ids that heads
         score.
@@ -40,7 +37,6 @@ class Setup(NamedTuple):
       heads_recipe: the recipe of the initial heads; None for fresh ones.
     """
 
-    arch: LlamaConfig
     frozen: PyTree
     start: PyTree
     base: Json | None
@@ -58,109 +54,95 @@ class Setup(NamedTuple):
         return ids
 
 
-class LoadedBackbone(NamedTuple):
-    """A backbone, and the record by which heads identify it."""
-
-    arch: LlamaConfig
-    params: PyTree
-    base: Json
-
-
 def load_setup(plan: RunPlan, with_heads: bool = True) -> Setup:
     """Load the backbone (`model.path`, else a random one of shape `model.arch`) and, unless told otherwise, initial heads.
 
     Raises:
       UserError: an unreadable file, or heads for another backbone.
     """
-    model, train = plan.model, plan.train
-    is_trained = "backbone" in plan.groups
+    is_trained, stored = "backbone" in plan.groups, jnp.dtype(plan.model.param_dtype)
+    files = BaseFiles.open(plan.model.path) if plan.model.path else None
     frozen: PyTree = {}
     start: PyTree = {}
-    loaded: LoadedBackbone | None = None
-    if model.path or not is_trained:
-        dtype = jnp.float32 if is_trained else jnp.dtype(model.param_dtype)
-        loaded = load_backbone(model, dtype, jax.random.key(train.seed), plan.mesh)
+    base: Json | None = None
+    if files or not is_trained:
+        dtype = jnp.float32 if is_trained else stored
+        params, fingerprint = load_backbone(plan, files, dtype)
+        base = native_heads.base_record(plan.arch, fingerprint)
         if is_trained:
-            start["backbone"] = loaded.params
+            start["backbone"] = params
         else:
-            frozen["backbone"] = loaded.params
-        if is_trained and train.backbone_loss == "kl":
+            frozen["backbone"] = params
+        if is_trained and plan.train.backbone_loss == "kl":
             # A copy, since the step donates the buffers of its parameters.
-            dtype = jnp.dtype(model.param_dtype)
-            frozen["teacher"] = jax.tree.map(lambda x: jnp.array(x, dtype), loaded.params)
+            frozen["teacher"] = jax.tree.map(lambda x: jnp.array(x, stored), params)
     recipe: Json | None = None
-    if train.heads_path and with_heads:
-        start["heads"], recipe = first_heads(
-            train.heads_path, plan.heads, loaded, plan.mesh, model.path
-        )
-    arch, base = (loaded.arch, loaded.base) if loaded else (plan.arch, None)
-    return Setup(arch, frozen, start, base, recipe)
+    if plan.train.heads_path and with_heads:
+        start["heads"], recipe = first_heads(plan, files, base)
+    return Setup(frozen, start, base, recipe)
 
 
 def load_backbone(
-    model: ModelConfig, dtype: DTypeLike, key: jax.Array, mesh: Mesh
-) -> LoadedBackbone:
-    """Load the backbone of `model.path`, with its added layers; without a path, a random one."""
-    kind, digest = model.quantise, Fingerprint()
+    plan: RunPlan, files: BaseFiles | None, dtype: DTypeLike
+) -> tuple[PyTree, str]:
+    """Load the backbone of these files, or make a random one; returns its parameters and fingerprint."""
+    kind, key = plan.model.quantise, jax.random.key(plan.train.seed)
+    whole, digest = None if plan.model.add_layers else files, Fingerprint()
 
-    def convert(arch: LlamaConfig, entry: PyTree) -> PyTree:
-        digest.update(arch, entry)
+    def convert(_: LlamaConfig, entry: PyTree) -> PyTree:
+        if not whole:
+            digest.update(plan.arch, entry)
         return quantise_backbone(entry, kind) if kind else entry
 
     with announced(f"reading the backbone, to {kind}") if kind else nullcontext():
-        if not model.path:
-            arch = model.arch
-            random = init_sharded(mesh, lambda k: init_params(arch, k, dtype), key)
-            params = convert(arch, random)
+        if files:
+            params = files.parameters(plan.mesh, dtype, convert)
+            if n := plan.model.add_layers:
+                params |= convert(plan.arch, more_layers(plan.arch, n, key, plan.mesh))
         else:
-            arch, params = hf.load_backbone(model.path, mesh, dtype, convert)
-            if model.add_layers:
-                arch, new = more_layers(arch, model.add_layers, key, mesh)
-                params |= convert(arch, new)
-    if model.path and not model.add_layers:
-        fingerprint = hf.BaseFiles.open(model.path).fingerprint()
-    else:
-        fingerprint = digest.hexdigest(arch)
-    return LoadedBackbone(arch, params, native_heads.base_record(arch, fingerprint))
+            random = init_sharded(
+                plan.mesh, lambda k: init_params(plan.arch, k, dtype), key
+            )
+            params = convert(plan.arch, random)
+    return params, whole.fingerprint() if whole else digest.hexdigest(plan.arch)
 
 
 def first_heads(
-    path: str, expected: HeadsConfig, backbone: LoadedBackbone | None, mesh: Mesh, base: str
+    plan: RunPlan, files: BaseFiles | None, base: Json | None
 ) -> tuple[PyTree, Json]:
-    """Load the heads that training starts from, which must be as `expected`, and their recipe.
+    """Load the heads that training starts from, which must be those of the plan, and their recipe.
 
     Args:
-      base: directory of the backbone; "" for a random one.
+      files: of the backbone; None for a random one.
+      base: the backbone's record; None without a backbone.
     """
-    if backbone is None:
+    path = plan.train.heads_path
+    if base is None:
         raise UserError(
             f"the heads in {path} belong to a backbone: set model.path to its directory"
         )
     stored = open_heads(path)
-    stored = stored.fitted(hf.BaseFiles.open(base)) if base else stored
+    stored = stored.fitted(files) if files else stored
     heads, params, described = load_heads(
-        stored, backbone.arch, mesh, fingerprint=backbone.base["fingerprint"]
+        stored, plan.arch, plan.mesh, fingerprint=base["fingerprint"]
     )
-    if heads != (wanted := whole_config(expected)):
+    if heads != (wanted := whole_config(plan.heads)):
         differing = differences(heads, wanted)
         raise UserError(f"{path} holds other heads than the configuration: {differing}")
     return params, described.get("recipe", {})
 
 
-def more_layers(
-    arch: LlamaConfig, n: int, key: jax.Array, mesh: Mesh
-) -> tuple[LlamaConfig, PyTree]:
-    """Create `n` additional last layers that do not change the backbone's function.
+def more_layers(arch: LlamaConfig, n: int, key: jax.Array, mesh: Mesh) -> PyTree:
+    """Create the `n` last layers of this shape, which do not change the function of those before.
 
     Their output projections are zero, so that they add nothing to the residual stream until trained.
 
-    Returns: (the deeper shape, the new layers in float32, placed on the mesh).
+    Returns: the new layers in float32, placed on the mesh.
     """
-    deeper = dataclasses.replace(arch, n_layers=arch.n_layers + n)
 
     def init(key: jax.Array) -> PyTree:
-        params = init_params(deeper, key)
-        names = [f"layers_{i}" for i in range(arch.n_layers, deeper.n_layers)]
+        params = init_params(arch, key)
+        names = [f"layers_{i}" for i in range(arch.n_layers - n, arch.n_layers)]
         return {name: zero_output(params[name]) for name in names}
 
-    return deeper, init_sharded(mesh, init, key)
+    return init_sharded(mesh, init, key)

@@ -151,11 +151,10 @@ def test_an_export_keeps_the_models_own_ends(tmp_path):
 
 @pytest.mark.wide
 def test_added_layers_change_nothing_until_they_have_learnt():
-    arch = training_arch()
+    arch, deeper = training_arch(), training_arch(n_layers=3)
     params = init_params(arch, jax.random.key(0))
-    deeper, new = more_layers(arch, 2, jax.random.key(1), make_mesh())
-    more = params | new
-    assert deeper.n_layers == 3 and set(more) - set(params) == {"layers_1", "layers_2"}
+    more = params | more_layers(deeper, 2, jax.random.key(1), make_mesh())
+    assert set(more) - set(params) == {"layers_1", "layers_2"}
 
     plain = logits(arch, params)
     assert_close(logits(deeper, more), plain)
@@ -214,8 +213,8 @@ def test_a_merged_export_gives_the_adapters_logits(tokens, model, tmp_path):
     state = init_state(stage_of(cfg, 6), optimizer, mesh, setup.frozen, 0, setup.start)
     params, *_ = Checkpoints(str(tmp_path), 2).restore(state.params, state.opt)
     adapters = lora.scale(params["lora"], cfg.lora)
-    adapted = logits(setup.arch, setup.frozen["backbone"], adapters)
     arch, merged = hf.load_backbone(str(tmp_path / "export"), mesh)
+    adapted = logits(cfg.model.arch, setup.frozen["backbone"], adapters)
     assert_close(logits(arch, merged), adapted)
     assert float(jnp.max(jnp.abs(adapted - logits(arch, setup.frozen["backbone"])))) > 0.01
     heads = str(tmp_path / "export" / "heads")

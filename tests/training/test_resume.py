@@ -174,7 +174,7 @@ def test_the_best_score_counts_while_scores_are_comparable(tmp_path, name, score
     run, one = object.__new__(Run), np.int32(1)
     run.mesh = make_mesh()
     run.plan = RunPlan(begun(tmp_path), run.mesh, dry=True)
-    run.steps, run.best, run.setup = 4, np.inf, Setup(run.plan.arch, {}, {}, None)
+    run.steps, run.best, run.setup = 4, np.inf, Setup({}, {}, None)
     run.content = dict.fromkeys(resume.CONTENT)
     meta = {"step": 2, "updates": 2, "best": 1.5, "start": None, "bad_in_row": 0}
     meta["scored"] = resume.scored(run.plan.record) | scored
