@@ -137,7 +137,7 @@ def complete(cfg: Config, names: frozenset[str]) -> Config:
 
 
 def follow_text(cfg: Config, names: frozenset[str]) -> None:
-    """Fewer rows a batch and more passes for a small text, which else gives a few updates."""
+    """For a small text, use smaller batches and more epochs, so that training still makes about `UPDATES` updates."""
     train, tokens = cfg.train, about_tokens(cfg.data.source)
     if "train.batch_size" not in names:
         train.batch_size = batch_for(cfg, tokens)
@@ -150,7 +150,7 @@ def follow_text(cfg: Config, names: frozenset[str]) -> None:
 
 
 def batch_for(cfg: Config, tokens: float) -> int:
-    """Rows of an update: up to `train.batch_size`, as many as leave `UPDATES` updates in `PASSES` passes over a text."""
+    """Largest batch (at most `train.batch_size`) with which `PASSES` epochs make at least `UPDATES` updates."""
     rows = row_shards(make_mesh(cfg.mesh))
     most = min(cfg.train.batch_size, PASSES * tokens / (UPDATES * cfg.data.seq_len))
     while 2 * rows <= most:

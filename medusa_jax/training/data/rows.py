@@ -77,8 +77,8 @@ class Rows(abc.ABC):
 class MixedRows(Rows):
     """Rows of several texts shuffled together; each text is packed separately.
 
-    So adding a text does not change the rows of the others or their cached features. In rows that are not shuffled
-    the texts take turns: an evaluation reads the first ones.
+    Adding a text therefore does not change the rows of the others. Without shuffling, texts alternate, so an
+    evaluation of the first rows sees all of them.
 
     Example: texts of 3 and 2 rows: rows 0 to 2 are the first text's. Not shuffled, rows 0, 2 and 4 are.
     """
