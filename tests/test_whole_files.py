@@ -18,7 +18,7 @@ from medusa_jax.commands.serve_run import read_key
 from medusa_jax.config import DataConfig
 from medusa_jax.distill.seeds import read_seeds
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate import questions
+from medusa_jax.evaluate.question_files import read_questions
 from medusa_jax.files.json_files import read_json
 from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training.data import sources
@@ -65,7 +65,7 @@ READERS = {
     "document": ("a.txt", "grüße\nb", samples),
     "directory": ("b/c.md", "grüße\nb", lambda path: samples(path.parent)),
     "seeds": ("a.jsonl", LINES, lambda path: read_seeds(str(path), "train", 0)),
-    "questions": ("q.jsonl", LINES, lambda path: questions.read_records(str(path))),
+    "questions": ("q.jsonl", LINES, lambda path: read_questions(str(path))),
 }
 
 

@@ -12,10 +12,9 @@ Three modes:
 import dataclasses
 from collections.abc import Sequence
 
-from medusa_jax import hosts
-from medusa_jax.console import inform
+from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.training.data import conversations, sources
+from medusa_jax.training.data.asked import asked, read_usable
 
 MODES = ("continue", "multi_turn", "self_talk")
 
@@ -39,72 +38,18 @@ class Seed:
     silent: bool = False
 
 
-def read_seed(number: int, record: object, vocab_size: int = 2**31) -> Seed:
-    """Parse a record of any common format; one that asks nothing gives a seed without turns and prompt.
-
-    `{"prompt": ...}`, `{"prompt_ids": [...]}`, `{"turns": [...]}` (MT-bench), or a form of training data
-    (`training/data/conversations.py`).
-
-    Raises:
-      UserError: the reason why none of its turns can be read, or ids that are not tokens.
-    """
-    fields = conversations.fields_of(record)
-    if isinstance(fields.get("turns"), list):
-        turns = tuple(t for t in fields["turns"] if isinstance(t, str) and t.strip())
-        return Seed(number, turns=turns)
-    name = conversations.field_of(fields, (*conversations.TURNS, "prompt_ids", "prompt"))
-    prompt = fields.get(name)
-    if name == "prompt_ids" and isinstance(prompt, list):
-        if not all(type(i) is int and 0 <= i < vocab_size for i in prompt):
-            raise UserError(f"prompt_ids that are not token ids below {vocab_size}")
-        return Seed(number, prompt)
-    texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
-    problem = ""
-    for turn in conversations.turns_of(record, answered=False).turns:
-        message, reason = conversations.parse_turn(turn)
-        problem = problem or reason
-        if message and message["content"].strip():
-            texts[message["role"]].append(message["content"])
-    text, system = prompt if isinstance(prompt, str) else "", (texts["system"] or [""])[0]
-    if problem and name in conversations.TURNS and not texts["user"]:
-        raise UserError(problem)
-    return Seed(number, text, system, tuple(texts["user"]))
-
-
 def read_seeds(source: str, split: str, limit: int, vocab_size: int = 2**31) -> list[Seed]:
-    """Seeds of a file or hub dataset, `limit` that ask something (0 is all); says which records ask nothing.
+    """Seeds of a file or hub dataset, `limit` of them (0 is all); says which records ask nothing.
 
     Raises:
       UserError: unreadable, or no usable seed.
     """
-    from medusa_jax.config import DataConfig
 
-    records = sources.read_records(source, DataConfig(split=split))
-    seeds: list[Seed] = []
-    problems: dict[int, str] = {}
-    for number, record in enumerate(records):
-        if 0 < limit == number - len(problems):
-            break
-        try:
-            seed = read_seed(number, sources.parse(record), vocab_size)
-            problem = "nothing to ask"
-            "".join((str(seed.prompt), seed.system, *seed.turns)).encode()
-        except UnicodeEncodeError:
-            seed, problem = Seed(number), "an unpaired surrogate, no valid character"
-        except UserError as error:
-            seed, problem = Seed(number), str(error)
-        seeds.append(seed)
-        if not (seed.turns or seed.prompt):
-            problems[number] = problem
-    reasons = sources.reasons(problems, records)
-    if len(problems) == len(seeds):
-        raise UserError(
-            f"{source} has no seeds: records need prompt, prompt_ids, turns, messages, "
-            f"conversations or a question ({reasons})"
-        )
-    if problems and hosts.first():
-        inform(f"{source}: {len(problems)} of {len(seeds)} records skipped ({reasons})")
-    return seeds
+    def read(number: int, record: object) -> Seed:
+        found = asked(record, vocab_size)
+        return Seed(number, found.prompt, found.system, found.turns)
+
+    return read_usable(source, DataConfig(split=split), read, limit)
 
 
 def silent_seeds(n: int) -> list[Seed]:

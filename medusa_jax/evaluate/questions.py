@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from medusa_jax.config import DataConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.training.data import conversations, sources
+from medusa_jax.training.data import conversations
+from medusa_jax.training.data.asked import asked, read_usable
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -25,70 +26,38 @@ def read_prompts(path: str, limit: int = 0) -> list[Json]:
     Raises:
       UserError: not readable, or nothing usable.
     """
-    records = sources.read_records(path, DataConfig())
-    found: list[Json] = []
-    problems: dict[int, str] = {}
-    for number, record in enumerate(records):
-        if 0 < limit == len(found):
-            break
-        try:
-            found.append(with_prompt(sources.parse(record)))
-        except UserError as error:
-            problems[number] = str(error)
-    reasons = sources.reasons(problems, records)
-    if not found:
-        raise UserError(f"{path} has nothing to ask ({reasons})")
-    if problems:
-        inform(f"{path}: {len(problems)} records skipped ({reasons})")
-    return found
+    return read_usable(path, DataConfig(), with_prompt, limit)
 
 
-def with_prompt(record: object) -> Json:
-    """The fields of a record that asks something: `turns` (MT-bench, Spec-Bench), `prompt_ids`, `messages` or a `prompt`.
+def with_prompt(_: int, record: object) -> Json:
+    """The fields of a record that asks something, with `messages` if it is a conversation, or a `prompt` or `prompt_ids`.
 
-    Conversations, and pairs of prompt and answer, are parsed as in training; they may end with a question.
+    A `prompt` with an answer is a conversation; the beginning of a `text` is a prompt.
 
     Raises:
       UserError: the reason why it cannot be asked.
     """
     given = {"text": record} if isinstance(record, str) else conversations.fields_of(record)
     fields = {name: value for name, value in given.items() if value is not None}
-    is_talk = conversations.field_of(fields, conversations.TURNS)
-    if not is_talk and fields.keys() & {"turns", "prompt_ids"}:
-        check({"turns": []} | fields, "a record")
+    text = fields.get("text")
+    asks = (*conversations.TURNS, "turns", "prompt_ids", *conversations.QUESTIONS)
+    if text and isinstance(text, str) and not conversations.field_of(fields, asks):
+        fields["prompt"] = text[:BEGINNING]
+    found = asked(fields)
+    is_answered = conversations.turns_of(fields).form
+    if not found.talk.form or (found.prompt and not is_answered):
         return fields
-    is_text = isinstance(fields.get("prompt"), str)
-    found = conversations.turns_of(fields, answered=is_text)
-    if found.form:
-        talk, problem = conversations.parse_turns(found.turns, answered=False)
-        if problem:
-            raise UserError(problem)
-        return fields | {"messages": talk}
-    if is_text:
-        return fields
-    if isinstance(text := fields.get("text"), str):
-        return fields | {"prompt": text[:BEGINNING]}
-    raise UserError("nothing to ask")
-
-
-def check(question: Json, where: str) -> None:
-    """Check that the turns of a question are texts, and its `prompt_ids`, if any, token ids.
-
-    Raises:
-      UserError: they are not, or it has neither.
-    """
-    ids, turns = question.get("prompt_ids"), question["turns"]
-    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-        raise UserError(f"{where} should ask text, not {turns!r}")
-    if not ids and not turns:
-        raise UserError(f"{where} asks nothing")
-    if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-        raise UserError(f"{where}: 'prompt_ids' should be a list of token ids, not {ids!r}")
+    if found.talk.form == "turns":
+        fields["prompt"] = found.turns[0]
+    messages, problem = conversations.parse_turns(found.talk.turns, answered=False)
+    if problem:
+        raise UserError(problem)
+    return fields | {"messages": messages}
 
 
 def record_prompt(model: "Model", record: Json, template: str = "") -> str | list[int]:
-    """Return the prompt of a record; of a conversation, everything up to its last user turn; of a
-    question with `turns`, the first. Without a template, text is continued.
+    """Return the prompt of a record; of a conversation, everything up to its last user turn. Without a template, a
+    `prompt` is continued.
 
     Raises:
       UserError: the template refuses the conversation.
@@ -96,15 +65,12 @@ def record_prompt(model: "Model", record: Json, template: str = "") -> str | lis
     from medusa_jax.text.chat import encode_prompt  # here, not for --help
 
     has_template = template or model.tokenizer.chat_template
-    if "messages" in record and (has_template or "prompt" not in record):
-        messages = record["messages"]
-    elif "turns" in record and has_template:
-        messages = [{"role": "user", "content": record["turns"][0]}]
-    elif "turns" in record:
-        return str(record["turns"][0])
-    else:
+    if "messages" not in record:
         ids: list[int] = record.get("prompt_ids") or []
-        return ids if ids or "prompt" not in record else record["prompt"]
+        return ids or record["prompt"]
+    if not has_template and "prompt" in record:
+        return record["prompt"]
+    messages = record["messages"]
     end = -1 if messages[-1]["role"] == "assistant" else None
     return encode_prompt(model.tokenizer, messages[:end], template)
 
@@ -119,7 +85,7 @@ def record_prompts(
     """
     from medusa_jax.api.prompts import ending_turns
 
-    if any({"messages", "turns"} & record.keys() for record in records):
+    if any("messages" in record for record in records):
         options = ending_turns(model.tokenizer, model.eos_ids, options, template)
     taken, prompts, refused = [], [], []
     for record in records:
@@ -147,23 +113,3 @@ def spread(questions: Sequence[Json], limit: int) -> list[Json]:
         (place, i) for numbers in by_category.values() for place, i in enumerate(numbers)
     )
     return [questions[i] for i in sorted(i for _, i in order[: limit or None])]
-
-
-def read_records(path: str) -> list[Json]:
-    """The records of a file, a directory or a dataset, as in training; a file of text is {"text": ...}.
-
-    Raises:
-      UserError: not readable, no records, or records that are not objects.
-    """
-    records = []
-    for number, record in enumerate(sources.read_records(path, DataConfig())):
-        try:
-            value = sources.parse(record)
-        except UserError as error:
-            raise UserError(f"{path}: record {number}: {error}") from error
-        text = isinstance(value, str)
-        value = {"text": value} if text else conversations.fields_of(value) or value
-        if not isinstance(value, dict):
-            raise UserError(f"{path}: every record has to be a JSON object")
-        records.append(value)
-    return records

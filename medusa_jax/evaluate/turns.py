@@ -112,7 +112,7 @@ def turn_prompt(
     Raises:
       UserError: too long even without that turn.
     """
-    if "prompt_ids" in question:
+    if not question["turns"]:
         return model.encode(question["prompt_ids"]), False
     turns: list[str] = question["turns"][: len(answers) + 1]
     in_frame = question["frame"] is not None
@@ -122,14 +122,14 @@ def turn_prompt(
         user_turns = [*turns[:longest], text, *turns[longest + 1 :]]
         if in_frame:
             return model.encode(framed(question, user_turns[0]))
-        lines = [user_turns[0]]
-        messages = [{"role": "user", "content": user_turns[0]}]
+        system = question.get("system")
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": user_turns[0]})
         for answer, turn in zip(answers, user_turns[1:], strict=True):
-            lines += [answer.strip(), turn]
             messages.append({"role": "assistant", "content": answer.strip()})
             messages.append({"role": "user", "content": turn})
         if template == PLAIN:
-            return model.encode("\n\n".join(lines))
+            return model.encode("\n\n".join(message["content"] for message in messages))
         return encode_prompt(model.tokenizer, messages, template)
 
     ids = ids_with(turns[longest])

@@ -1,5 +1,7 @@
 """What a model reads of a question: published files, its own answers, templates, truncation."""
 
+import json
+
 import pytest
 from files import write_lines
 from refusals import refused
@@ -7,16 +9,18 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options, UserError
+from medusa_jax.distill.seeds import read_seeds
 from medusa_jax.evaluate.question_files import read_questions
 from medusa_jax.evaluate.questions import (
     read_prompts,
     record_prompt,
     record_prompts,
     spread,
+    with_prompt,
 )
 from medusa_jax.evaluate.turns import turn_prompt
 from medusa_jax.text.answers import encode_conversation
-from medusa_jax.text.chat import PLAIN
+from medusa_jax.text.chat import PLAIN, encode_prompt
 
 TALK = {"question_id": 81, "category": "writing", "turns": ["one", "two"],
         "reference": ["a", ["b", "c"]]}  # fmt: skip
@@ -35,6 +39,12 @@ PUBLISHED = {
     "gsm8k": ({"question": "1 + 1?", "answer": "two\n#### 2"}, ["1 + 1?"], "gsm8k"),
     "xsum": ({"document": "long", "summary": "short", "id": "7"}, ["long"], "xsum"),
     "cnn_dm": ({"article": "long", "highlights": "short", "id": "7"}, ["long"], "cnn_dm"),
+    "dolly": ({"instruction": "i", "context": "c", "response": "r", "category": "qa"}, ["i\n\nc"], "qa"),
+    "talk": (
+        {"system": "s", "conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"},
+                                          {"from": "human", "value": "z"}]},
+        ["x", "z"], "all",
+    ),
     "own": ({"prompt": "x", "file": "a.py"}, ["x"], "a.py"),
 }  # fmt: skip
 
@@ -45,6 +55,7 @@ def test_published_forms(name, tmp_path):
     (found,) = read_questions(str(write_lines(tmp_path / "q.jsonl", [record])))
     assert (found["turns"], found["category"]) == (turns, category)
     assert found["question_id"] == record.get("question_id", 0)
+    assert found["system"] == record.get("system", "")
     article = name in ("xsum", "cnn_dm")
     asked = "Article: longSummary: " if article else turns[0]
     assert found["prompt"] == asked
@@ -59,35 +70,33 @@ def test_a_limit_takes_from_all_categories():
     assert spread(questions, 0) == questions
 
 
+def read_as_seeds(path):
+    return read_seeds(path, "train", 0)
+
+
+@pytest.mark.parametrize("read", [read_prompts, read_questions, read_as_seeds])
 @pytest.mark.parametrize(
-    "read, text, sentence",
+    "text, sentence",
     [
-        (
-            read_prompts,
-            '{"messages": 5}',
-            r"has nothing to ask \(1 x no user turn, first in line 1",
-        ),
-        (read_prompts, '{"messages": []}', "no user turn"),
-        (read_prompts, '{"x": 5}', "nothing to ask"),
-        (read_prompts, '{"turns": [5]}', r"1 x a record should ask text, not \[5\]"),
-        (read_prompts, "{", "broken JSON"),
+        ('{"messages": 5}', r"has nothing to ask \(1 x no user turn, first in line 1"),
+        ('{"messages": []}', "no user turn"),
+        ('{"x": 5}', "nothing to ask"),
+        ('{"turns": [5]}', r"turns that are not texts: \[5\]"),
+        ('{"turns": [" "]}', "1 x nothing to ask"),
+        ('{"prompt": ""}', "1 x nothing to ask"),
+        ('{"prompt_ids": [], "prompt": ""}', "1 x nothing to ask"),
+        ('{"instruction": 5}', "a turn of 'user' without text"),
         *(
-            (read_questions, *row)
-            for row in [
-                (
-                    '{"text": "x"}',
-                    "is in no known form; by fields of a record: all: turns;",
-                ),
-                ('{"turns": ["a"]}\n{"x": 1}\n', "record 1 lacks turns"),
-                ('{"turns": [5]}', r"record 0 should ask text, not \[5\]"),
-                ('{"turns": []}', "record 0 asks nothing"),
-                ('{"instruction": 5}', "record 0 has other values in instruction"),
-                ('{"prompt_ids": ["a"]}', "'prompt_ids' should be a list of token ids"),
-                ("[1]", "every record has to be a JSON object"),
-                ("", "has no samples"),
-                ("{", "record 0: broken JSON"),
-            ]
+            (
+                json.dumps({"prompt_ids": ids, "prompt": "a"}),
+                "1 x prompt_ids that are not token ids",
+            )
+            for ids in (["a"], [-1], [True], "ab")
         ),
+        ('{"prompt": "\\ud800"}', "1 x an unpaired surrogate"),
+        ("[1]", "nothing to ask"),
+        ("", "has no samples"),
+        ("{", "broken JSON, first in line 1"),
     ],
 )
 def test_bad_files(read, text, sentence, tmp_path):
@@ -96,7 +105,16 @@ def test_bad_files(read, text, sentence, tmp_path):
         read(str(tmp_path / "q.jsonl"))
 
 
+def test_all_records_of_a_question_file_count(tmp_path):
+    """Tables are of the whole file; the other readers skip a record."""
+    file = str(write_lines(tmp_path / "q.jsonl", [{"turns": ["a"]}, {"x": 1}]))
+    with refused("q.jsonl: 1 x nothing to ask, first in line 2"):
+        read_questions(file)
+    assert len(read_prompts(file)) == len(read_as_seeds(file)) == 1
+
+
 SAID = [*zip(["user", "assistant"] * 2, ["the cat", "an answer", "a b", "x"])]
+SYSTEM = {"role": "system", "content": "in"}
 MESSAGES = [{"role": role, "content": text} for role, text in SAID]
 
 
@@ -118,7 +136,7 @@ def test_training_data_asks_its_last_question_or_its_beginning(tmp_path, capsys)
     assert [r.get("messages", r.get("prompt")) for r in found] == [
         MESSAGES, MESSAGES[:2], "x" * 200, MESSAGES[:1], "in", [*MESSAGES, MESSAGES[0]],
     ]  # fmt: skip
-    said = "2 records skipped (1 x broken JSON, first in line 1; 1 x nothing to ask, first in line 8)"
+    said = "2 of 8 records skipped (1 x broken JSON, first in line 1; 1 x nothing to ask, first in line 8)"
     assert said in capsys.readouterr().err
     assert len(read_prompts(str(file), 3)) == 3  # those that ask something
     (tmp_path / "a.txt").write_text("x" * 500)
@@ -149,6 +167,8 @@ def test_the_second_turn_comes_after_the_model_s_own_answer(model):
     whole, counted = encode_conversation(model.tokenizer, MESSAGES, "vicuna")
     assert ids == whole[: len(ids)] and counted[len(ids) - 1 : len(ids) + 1] == [0, 1]
     assert read(model, talk, [], PLAIN, 999) == ("the cat", False)
+    ids, _ = turn_prompt(model, talk | {"system": "in"}, [], "vicuna", 999)
+    assert ids == encode_prompt(model.tokenizer, [SYSTEM, MESSAGES[0]], "vicuna")
     whole = "the cat\n\nan answer\n\na b"
     assert read(model, talk, [" an answer\n"], PLAIN, 999) == (whole, False)
 
@@ -195,7 +215,6 @@ def test_a_conversation_is_asked_up_to_its_last_question(model):
     pair = {"prompt": "the cat", "messages": MESSAGES[:2]}
     assert record_prompt(model, pair) == "the cat"
     first = turn_prompt(model, talk, [], "vicuna", 999)[0]
-    assert record_prompt(model, {"turns": ["the cat", "a b"]}, "vicuna") == first
-    assert (
-        record_prompt(model, {"turns": ["the cat", "a b"]}) == "the cat"
-    )  # without a template
+    several = with_prompt(0, {"turns": ["the cat", "a b"]})
+    assert record_prompt(model, several, "vicuna") == first
+    assert record_prompt(model, several) == "the cat"  # without a template
