@@ -73,15 +73,17 @@ def test_records_that_ask_nothing_are_named(tmp_path, capsys):
     lines = [b'\xef\xbb\xbf{"prompt": "a"}', b"", b"{", b'"\xfc"', b"{}"]
     lines += [b'{"prompt": "b"}', b'{"messages": [{"who": "a", "text": "b"}]}']
     lines += [b'{"prompt_ids": [%s]}' % ids for ids in (b"4", b"true", b"-1", b"23")]
-    lines += [b'{"prompt": "\\ud800"}']
+    lines += [b'{"prompt": "\\ud800"}', b'{"prompt_ids": "4", "prompt": "a"}']
+    lines += [b'{"messages": "USER: a", "prompt": "a"}']
     file.write_bytes(b"\r\n".join(lines))
     seeds = read_seeds(str(file), "train", 0, vocab_size=23)
     assert [(s.number, s.prompt) for s in seeds] == [(0, "a"), (4, "b"), (6, [4])]
     said = capsys.readouterr().err
     reasons = "broken JSON, first in line 3; 1 x not UTF-8, first in line 4"
-    refused_ids = "3 x prompt_ids that are not token ids below 23, first in line 9"
+    refused_ids = "4 x prompt_ids that are not token ids below 23, first in line 9"
     assert "1 x an unpaired surrogate, no valid character, first in line 12" in said
-    assert f"8 of 11 records skipped ({refused_ids}; 1 x {reasons}; 1 x nothing" in said
+    assert f"10 of 13 records skipped ({refused_ids}; 1 x {reasons}; 1 x nothing" in said
+    assert "1 x no user turn, first in line 14" in said
     assert "1 x a turn with who, text, but none of role, from" in said
     limited = read_seeds(str(file), "train", 2, vocab_size=23)  # two that ask something
     assert limited == seeds[:2]
