@@ -47,7 +47,7 @@ class HydraFiles(Layout):
             )
         if heads.lm_head == "shared" or heads.skip == "fixed" or not heads.lm_bias:
             return (
-                "Hydra's code needs separate LM heads with biases and a learned skip connection, not "
+                "Hydra's code needs separate LM heads with biases and skip identity or random, not "
                 f"lm_head {heads.lm_head!r}, lm_bias {heads.lm_bias}, skip {heads.skip!r}"
             )
         return without_factor("Hydra's code", llama)

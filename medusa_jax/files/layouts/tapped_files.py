@@ -39,7 +39,7 @@ def out_of_order(heads: TappedConfig, llama: LlamaConfig | None) -> str:
     taps = [*(drafter_of(heads, llama).taps if llama else numbers(heads.tap_layers))]
     if taps == sorted({*taps}):
         return ""
-    return f"vLLM reads each tapped layer once, in order, not {taps}"
+    return f"the layout's engine vLLM reads each tapped layer once, in order, not {taps}"
 
 
 def shape_of(layer: LlamaConfig) -> tuple[Json, Json]:
