@@ -25,7 +25,7 @@ from medusa_jax.text.tokenizer import Tokenizer
 # A smaller mean accepted length means that drafts have hardly helped a text.
 HELPED = 1.1
 # Flags without effect on a conversation.
-OF_ONE_TEXT = "json", "compare", "logprobs"
+OF_ONE_TEXT = "json", "compare"
 
 
 def run(flags: Flags, began: float) -> int:
@@ -36,7 +36,7 @@ def run(flags: Flags, began: float) -> int:
     """
     if is_conversation(flags):
         for name in OF_ONE_TEXT:
-            if getattr(flags, name) not in (None, False):
+            if getattr(flags, name):
                 raise UserError(f"--{name} is not for conversations: give a prompt")
         return talk(flags)
     if flags.learn is not None:
