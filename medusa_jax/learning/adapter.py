@@ -40,8 +40,8 @@ REMEMBERED = 3.0
 MEAN = 0.98
 # Learned positions whose logits exist at a time.
 CHUNK = 32
-# Where a kernel's parameters have its factors in the loss. With them merged, the gradient of all of the kernel would be
-# computed first.
+# The entry of a kernel's parameters with its factors, in the loss. If they were merged into the kernel, its full gradient
+# would be computed first.
 ENTRY = "adapter"
 # Levels of drafts in the loss, if they share their layers: with one, other text loses twice as much in the deeper ones
 # (research/log/2026-11_smollm2.md). The weights that it takes from the heads' recipe.
@@ -214,4 +214,5 @@ def adapt(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
 
 
 def _pullback(function: Callable[..., jax.Array], of: Params, *others: Any) -> Any:
+    """The backward pass of a function with respect to its first argument, to be called with 1."""
     return jax.vjp(lambda of: function(of, *others), of)[1]

@@ -18,8 +18,8 @@ WINDOW = 2048
 # The text before a gap loses its beginning in steps of this part of the window, so that the prompt of the next
 # keystroke begins equally and its cache can be used.
 STEPS = 8
-# Characters of a token, of which no text has more on average. Text beyond them is not tokenised: a megabyte takes seconds,
-# some texts minutes.
+# Most characters per token that a text is assumed to have. Text too far from the gap by this is not tokenised: a megabyte
+# takes seconds, some texts minutes.
 CHARACTERS = 16
 
 
