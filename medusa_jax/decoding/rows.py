@@ -97,6 +97,7 @@ def begin_row(engine: Engine, row: DecodeState, options: RowOptions) -> DecodeSt
     return pin_state(engine.llama.mesh, row)
 
 
+# `read_piece` for a served row, whose memory it reuses.
 read_row = program(static_argnums=0, donate_argnums=2)(read_piece)
 
 

@@ -44,9 +44,8 @@ def with_prompt(_: int, record: object) -> Json:
     if text and isinstance(text, str) and not conversations.field_of(fields, asks):
         fields["prompt"] = text[:BEGINNING]
     found = asked(fields)
-    is_answered = conversations.turns_of(fields).form
-    if not found.talk.form or (found.prompt and not is_answered):
-        return fields
+    if not found.talk.form or (found.prompt and not conversations.turns_of(fields).form):
+        return fields  # no conversation, or a prompt without an answer
     if found.talk.form == "turns":
         fields["prompt"] = found.turns[0]
     messages, problem = conversations.parse_turns(found.talk.turns, answered=False)

@@ -218,7 +218,7 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
 
     Up to transformers 4 they are `rope_theta` and `rope_scaling`; from 5 on `rope_parameters` has both, for some
     families by kind of layer. If a file has the old and the new fields, `rope_scaling` wins, as in transformers: it
-    replaces `rope_parameters`. If these are by kind of layer, it changes those of layers without a window.
+    replaces `rope_parameters`, or is merged into their entry for layers without a window.
     """
     tables = Fields(file, raw)
     rope = tables.table("rope_scaling") or tables.table("rope_parameters")

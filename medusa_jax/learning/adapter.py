@@ -147,7 +147,7 @@ class Adapter:
         self, factors: Params, heads: Params, frozen: Params, window: Window
     ) -> jax.Array:
         with nn.intercept_methods(adapt):
-            return self._sum(adapted(heads, factors), frozen, window)
+            return self._sum(adapted(factors, heads), frozen, window)
 
     def _observed_sum(
         self, known: Params, heads: Params, frozen: Params, window: Window
@@ -198,11 +198,12 @@ def merged(factors: Params, heads: Params) -> Params:
     return lora.merged(heads, factors, LORA)
 
 
-def adapted(heads: Params, factors: Params) -> Params:
+def adapted(factors: Params, heads: Params) -> Params:
     """The heads with the adapter next to their kernels, for `adapt`."""
-    scaled = flatten_dict(lora.scale(factors, LORA))
-    beside = {(*path[:-1], ENTRY, path[-1]): x for path, x in scaled.items()}
-    return unflatten_dict(flatten_dict(heads) | beside)  # type: ignore[no-any-return]
+    flat = flatten_dict(heads)
+    for (*path, name), factor in flatten_dict(lora.scale(factors, LORA)).items():
+        flat[*path, ENTRY, name] = factor
+    return unflatten_dict(flat)  # type: ignore[no-any-return]
 
 
 def adapt(call: Any, args: Any, kwargs: Any, context: Any) -> Any:

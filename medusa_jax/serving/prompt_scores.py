@@ -1,4 +1,4 @@
-"""Scores of a prompt, for an answer that repeats it; evaluation harnesses score texts so."""
+"""Score a prompt, for an answer that repeats it: evaluation harnesses score texts this way."""
 
 from collections.abc import Callable
 from typing import Any

@@ -47,7 +47,7 @@ class Server:
       max_new_tokens: most tokens of an answer; by default the context.
       learner: trains the draft heads on finished answers while no request runs.
       chunk_steps: as for `Scheduler`.
-      piece: as for `Scheduler`; 0 is that of the kernels.
+      piece: most tokens of a prompt to read at a time, a power of two; 0: the device's.
 
     Example:
       with Server(model, slots=8) as server:

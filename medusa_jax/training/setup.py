@@ -110,7 +110,7 @@ def load_backbone(
 def first_heads(
     plan: RunPlan, files: BaseFiles | None, base: Json | None
 ) -> tuple[PyTree, Json]:
-    """Load the heads that training starts from, which must be those of the plan, and their recipe.
+    """Load the heads that training starts from, and their recipe. Their configuration must be the plan's.
 
     Args:
       files: of the backbone; None for a random one.

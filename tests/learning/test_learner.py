@@ -128,7 +128,7 @@ def test_sessions_too_short_for_a_test_go_on(made, tmp_path):
 
 @pytest.mark.parametrize("name", wide(*sorted(DRAFTERS)))
 def test_every_kind_of_heads_learns(made, name):
-    """Nothing is added at first, then to every kernel what lowers the loss. The loss is that of the adapted heads."""
+    """The adapter starts at zero. Training changes it for every kernel, and lowers the loss of the heads with it."""
     model = load(made, name)
     learning, loaded = adapter.Adapter(model), model.variables["heads"]
     jax.tree.map(np.testing.assert_array_equal, learning.adapted_heads(), loaded)

@@ -40,7 +40,7 @@ class _ForTpu(Layout):
     engine: ClassVar[str] = TPU
 
     def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """The first reason that holds; those of the model come last."""
+        """Return the first reason that applies; the heads are checked before the model."""
         for holds, reason in self.faults(heads, llama):
             if holds:
                 return f"{self.engine} {reason}"
@@ -57,7 +57,7 @@ class _ForTpu(Layout):
         return self.unknown_model(heads.drafter, architectures)
 
     def faults(self, heads: HeadsConfig, llama: LlamaConfig | None) -> Faults:
-        """What the engine may misread, in the order of reports."""
+        """Return pairs: whether the engine misreads something, and what it misreads."""
         raise NotImplementedError
 
     def unknown_model(self, drafter: str, architectures: list[str]) -> str:

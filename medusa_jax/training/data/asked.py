@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Asked(NamedTuple):
-    """What a record asks.
+    """What a record asks the model.
 
     Attributes:
       prompt: text or token ids to continue, "" for none.
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 
 
 def asked(record: object, vocab_size: int = 2**31) -> Asked:
-    """What a record of any common format asks.
+    """Read what a record of any common format asks.
 
     The first of these counts: a list of turns, `turns` (MT-bench), `prompt_ids`, another question as in training
     (`conversations.py`). Only a `prompt` is a text to continue.
@@ -43,7 +43,7 @@ def asked(record: object, vocab_size: int = 2**31) -> Asked:
     )
     value, talk = fields.get(name), conversations.Conversation()
     prompt: str | list[int] = ""
-    items: list[Any] = value if isinstance(value, list) else [None]
+    items: list[Any] = value if isinstance(value, list) else [None]  # which is refused
     if name == "prompt_ids":
         if not all(type(item) is int and 0 <= item < vocab_size for item in items):
             raise UserError(f"prompt_ids that are not token ids below {vocab_size}")
