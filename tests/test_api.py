@@ -5,7 +5,6 @@ import dataclasses
 import json
 import shutil
 from functools import partial
-from itertools import pairwise
 
 import jax
 import numpy as np
@@ -208,18 +207,17 @@ def test_stop_strings_cut_the_text_even_across_tokens(model, monkeypatch, chunk_
 
 
 def test_a_text_ends_where_its_request_says(model):
-    """Each row at its own EOS ids and stop sequences, which are kept; () ends at the limit."""
+    """Each row at its own EOS ids, which are kept; () ends at the limit."""
     free = Options(max_new_tokens=NEW, temperature=1.0)
     whole = [r.token_ids for r in model.generate([PROMPTS[0]] * 3, free)]
-    eos, pair = whole[0][9], tuple(whole[1][11:13])
+    first, second = whole[0][9], whole[1][11]
     rows = [
-        dataclasses.replace(free, eos_ids=(2, eos)),
-        dataclasses.replace(free, stop_sequences=(pair, (0, 0, 0))),
+        dataclasses.replace(free, eos_ids=(2, first)),
+        dataclasses.replace(free, eos_ids=(second,)),
         dataclasses.replace(free, eos_ids=()),
     ]
     results = model.generate([PROMPTS[0]] * 3, rows)
-    pairs = list(pairwise(whole[1]))
-    ends = [whole[0].index(eos) + 1, pairs.index(pair) + 2, NEW]
+    ends = [whole[0].index(first) + 1, whole[1].index(second) + 1, NEW]
     assert [r.token_ids for r in results] == [t[:n] for t, n in zip(whole, ends)]
     assert [r.finish_reason for r in results] == ["stop", "stop", "length"]
     for result in results:
@@ -545,9 +543,8 @@ def test_greedy_rows_take_the_program_of_sampled_ones(model, monkeypatch):
 
 @pytest.mark.parametrize("n", [10**12, 99999])
 def test_ends_outside_the_vocabulary_are_refused(model, n):
-    for ends in ({"eos_ids": (5, n)}, {"stop_sequences": ((5,), (5, n))}):
-        with refused(f"{next(iter(ends))}: token {n} is outside the vocabulary 0.."):
-            model.request(["a"], [Options(3, **ends)])
+    with refused(f"eos_ids: token {n} is outside the vocabulary 0.."):
+        model.request(["a"], [Options(3, eos_ids=(5, n))])
 
 
 def test_a_turn_may_end_with_a_token_that_only_the_tokenizer_has(model):
@@ -555,7 +552,7 @@ def test_a_turn_may_end_with_a_token_that_only_the_tokenizer_has(model):
     last = model.tokenizer.vocab_size - 1
     smaller = copy.copy(model)
     smaller.config = dataclasses.replace(model.config, vocab_size=last)
-    assert smaller.request([[5]], [Options(3, eos_ids=(2, last))]).stops == [[(2,)]]
+    assert smaller.request([[5]], [Options(3, eos_ids=(2, last))]).ends == [[2]]
 
 
 WRONG = {"max_new_tokens": [0, 2.7, True, None], "logprobs": [-1]}
@@ -566,7 +563,7 @@ WRONG |= {
     "seed": ["a", 1e3],
     "stop": [5, (5,), None, "\ud83d"],
 }
-WRONG |= {"eos_ids": [(3, -1), 5, "27"], "stop_sequences": [((),), ((1, -2),), (5,)]}
+WRONG |= {"eos_ids": [(3, -1), 5, "27"]}
 WRONG |= {"logit_bias": [[1], {5: "a"}, {2.5: 1}, {"a": 1}, {5: float("nan")}, {5: 1e300}]}
 
 
@@ -589,9 +586,8 @@ def test_values_out_of_range(make, wrong):
 
 def test_options_take_numbers_of_numpy_and_lists():
     got = Options(np.int64(9), np.float32(0.5), seed=jax.numpy.int32(3), stop="the end",
-                  eos_ids=np.array([2, 7]), stop_sequences=[[1, 2]],
-                  logit_bias={"7": np.float64(1), 3: 2})  # fmt: skip
-    ids = {"eos_ids": (2, 7), "stop_sequences": ((1, 2),), "logit_bias": {3: 2.0, 7: 1.0}}
+                  eos_ids=np.array([2, 7]), logit_bias={"7": np.float64(1), 3: 2})  # fmt: skip
+    ids = {"eos_ids": (2, 7), "logit_bias": {3: 2.0, 7: 1.0}}
     assert got == Options(9, 0.5, seed=3, stop=("the end",), **ids) and hash(got)
     assert type(got.temperature) is float
 

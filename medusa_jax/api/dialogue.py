@@ -50,8 +50,7 @@ class Dialogue:
     ) -> tuple[DecodeState, list[int]]:
         """Read a prompt from where it differs from the last text; returns the state and cache size."""
         _, prompts = prompt_arrays(engine, request)
-        _, Q, W = prompts.options.stop_BQW.shape
-        sizes = rows.Sizes(prompts.output_BO.shape[1], (Q, W))
+        sizes = rows.Sizes(prompts.output_BO.shape[1], prompts.options.end_BQ.shape[1])
         n, reader = len(request.prompts[0]), engine.depth_only
         length = n + int(prompts.options.limit_B[0]) + engine.free_slots
         slots = power_of_two(length, LEAST_SLOTS)

@@ -19,7 +19,6 @@ from medusa_jax.decoding import generation
 from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.request import DecodeRequest, sizes_of
 from medusa_jax.decoding.state import Engine
-from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.text.chat import Message
 from medusa_jax.tree.tree import Tree
@@ -43,9 +42,9 @@ class Model(LoadedModel):
 
     def _shape(self, engine: Engine, request: DecodeRequest) -> tuple[object, ...]:
         """What decides which program a request runs."""
-        stops = pack_stops(request.stops or ()).shape
+        most_ends = max(map(len, request.ends or ()), default=0)
         present = any_penalties(request.penalties), request.guides is None
-        return engine, len(request.prompts), *sizes_of(engine, request), stops, *present
+        return engine, len(request.prompts), *sizes_of(engine, request), most_ends, *present
 
     def _compiling(self, engine: Engine, request: DecodeRequest) -> Compiling:
         """Compiles the programs of a request, unless they are compiled already."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from medusa_jax.api.results import Options
@@ -134,7 +133,7 @@ def request_of(
       guides: by row, the guide of its constraint or None.
 
     Raises:
-      UserError: a prompt that leaves no room in the context; a bias, stops or alternatives of tokens that do not exist.
+      UserError: a prompt that leaves no room in the context; a bias or alternatives of tokens that do not exist.
     """
     context = config.max_position
     for prompt in prompts:
@@ -145,7 +144,6 @@ def request_of(
             )
     for one in options:
         check_tokens("logit_bias", [i for i, _ in one.penalties.bias], config.vocab_size)
-        check_tokens("stop_sequences", chain(*one.stop_sequences), config.vocab_size)
         if (one.logprobs or 0) > config.vocab_size:
             raise UserError(
                 f"logprobs {one.logprobs} exceeds the vocabulary of {config.vocab_size}"
@@ -153,7 +151,8 @@ def request_of(
     return DecodeRequest(
         prompts=list(prompts),
         limits=[min(o.max_new_tokens, context - len(p)) for o, p in zip(options, prompts)],
-        stops=[_stops(o, eos_ids, config.vocab_size) for o in options],
+        # Ids that only the tokenizer has never occur.
+        ends=[[i for i in ends_of(o, eos_ids) if i < config.vocab_size] for o in options],
         temperature=[o.temperature for o in options],
         top_k=[o.top_k for o in options],
         top_p=[o.top_p for o in options],
@@ -173,14 +172,6 @@ def check_tokens(name: str, ids: Iterable[int], size: int) -> None:
         raise UserError(
             f"{name}: token {unknown[0]} is outside the vocabulary 0..{size - 1}"
         )
-
-
-def _stops(
-    options: Options, eos_ids: Sequence[int], vocab_size: int
-) -> list[tuple[int, ...]]:
-    """EOS ids and stop sequences of a request; ids that only the tokenizer has never occur."""
-    ends = [*((i,) for i in ends_of(options, eos_ids)), *options.stop_sequences]
-    return [ids for ids in ends if min(ids) >= 0 and max(ids) < vocab_size]
 
 
 def ends_of(options: Options, eos_ids: Sequence[int]) -> Sequence[int]:

@@ -36,10 +36,6 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_p": (lambda p: 0 <= p <= 1, "in [0, 1]"),
     "top_k": (lambda k: 0 <= k < 2**31, "a whole number, 0 (off) to 2**31 - 1"),
     "eos_ids": (lambda ids: not ids or min(ids) >= 0, "a list of token ids, 0 or more"),
-    "stop_sequences": (
-        lambda found: all(ids and min(ids) >= 0 for ids in found),
-        "lists of at least one token id, 0 or more",
-    ),
     "epsilon": (lambda e: 0 < e <= 1, "in (0, 1]"),
     "delta": (lambda d: d > 0, "a positive number"),
     "presence_penalty": (lambda p: abs(p) <= 1e30, "from -1e30 to 1e30"),
@@ -65,8 +61,6 @@ class Options:
       seed: random seed; draws depend only on it and on the request's index.
       stop: strings, or a single one, that end the text; they are cut off the text, not off its tokens.
       eos_ids: tokens that end the text and are kept; None: the model's, (): none.
-      stop_sequences: token sequences that end the text and are kept; ((5,),) adds the id 5 to
-        the model's EOS ids.
       logprobs: store the log-probabilities of the emitted tokens and of the N likeliest alternatives at each
         position, by the model at temperature 1 without filters. None stores nothing.
       presence_penalty: subtracted from the logits of tokens in the generated text.
@@ -88,7 +82,6 @@ class Options:
     seed: int = 0
     stop: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] | None = None
-    stop_sequences: tuple[tuple[int, ...], ...] = ()
     epsilon: float = EPSILON
     delta: float = DELTA
     logprobs: int | None = None
@@ -129,10 +122,10 @@ class Result:
 
     Attributes:
       text: the generated text without special tokens and stop strings.
-      token_ids: of this text, and of what ended it: an EOS, a stop sequence or a stop string.
+      token_ids: of this text, and of what ended it: an EOS or a stop string.
       draft_depths: for each token the tree depth it was accepted at, negative if it was copied from the
         text; 0 = the verifier's own.
-      finish_reason: "stop" (EOS, stop sequence or stop string), "length", "context",
+      finish_reason: "stop" (EOS or stop string), "length", "context",
         "constraint": no token of the vocabulary may follow, or "error": no token has a score (`NO_SCORES`).
       prompt_tokens: tokens of the prompt, including an added BOS.
       steps: decode steps after prefill.

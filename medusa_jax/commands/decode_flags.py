@@ -116,13 +116,6 @@ class EndFlags:
         type=numbers(),
         metavar="IDS",
     )
-    stop_sequence: list[tuple[int, ...]] = flag(  # noqa: RUF009
-        "consecutive token ids that end the text, such as 13,13; they are kept (repeatable)",
-        [],
-        action="append",
-        type=numbers(),
-        metavar="IDS",
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +125,7 @@ class Flags(ShownFlags, DraftFlags, SamplingFlags, EndFlags, LearnFlags, HostFla
     prompt: str | None = flag("text to continue ('-' reads standard input)", None)
     prompts_file: str | None = flag(
         "JSONL with prompt, prompt_ids or messages, and optional per-request temperature, top_k, top_p, "
-        "min_p, seed, max_new_tokens, stop, eos_ids, stop_sequences, logprobs, penalties, "
+        "min_p, seed, max_new_tokens, stop, eos_ids, logprobs, penalties, "
         "logit_bias, constraint; answers are JSON lines in the same order",
         None,
     )

@@ -24,7 +24,7 @@ def shared_options(flags: Flags, defaults: Mapping[str, Any] | None = None) -> O
     """The options of every request: from the flags, else `defaults`, else those of `Options`."""
     pairs = ((f.name, getattr(flags, f.name, None)) for f in dataclasses.fields(Options))
     fields = {name: value for name, value in pairs if value is not None}
-    fields |= {"stop": tuple(flags.stop), "stop_sequences": tuple(flags.stop_sequence)}
+    fields["stop"] = tuple(flags.stop)
     if flags.constraint:
         kind, _, value = flags.constraint.partition(":")
         if kind == "json_object" and value:

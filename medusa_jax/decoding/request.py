@@ -12,7 +12,7 @@ from medusa_jax.decoding.penalties import PenaltyOptions, penalties_of
 from medusa_jax.decoding.prefill import PromptArrays
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import Engine, RowOptions
-from medusa_jax.decoding.stopping import pack_stops
+from medusa_jax.decoding.stopping import pack_ends
 from medusa_jax.decoding.token_sets import first_bits
 from medusa_jax.decoding.tree_size.costs import StepCosts
 from medusa_jax.decoding.tree_size.gate import Gate
@@ -32,8 +32,7 @@ class DecodeRequest:
     Attributes:
       prompts: token ids, none empty.
       limits: maximum number of tokens to emit per row, at least 1; prompt + limit must fit the context.
-      stops: per row the token sequences that end it; they stay in the text. EOS ids are sequences of
-        length 1.
+      ends: per row the tokens that end it; they stay in the text.
       temperature, top_k, top_p, min_p, seed: per-row sampling parameters.
       ids: request ids for the noise, by default the row numbers.
       epsilon, delta: thresholds of typical acceptance.
@@ -48,7 +47,7 @@ class DecodeRequest:
 
     prompts: Sequence[Sequence[int]]
     limits: Sequence[int]
-    stops: Sequence[Sequence[Sequence[int]]] | None = None
+    ends: Sequence[Sequence[int]] | None = None
     temperature: Sequence[float] | None = None
     top_k: Sequence[int] | None = None
     top_p: Sequence[float] | None = None
@@ -75,13 +74,11 @@ def begin_keys() -> None:
     keys_of_rows.prepare(np.zeros(1, np.uint32), np.zeros(1, np.uint32))
 
 
-def row_options(
-    request: DecodeRequest, vocab_size: int, stops: tuple[int, int] = (1, 1)
-) -> RowOptions:
+def row_options(request: DecodeRequest, vocab_size: int, ends: int = 1) -> RowOptions:
     """The options of each row of a request, in NumPy's arrays.
 
     Args:
-      stops: least numbers of stop sequences and of tokens of each.
+      ends: least number of tokens that end a row.
     """
     B = len(request.prompts)
 
@@ -100,8 +97,8 @@ def row_options(
         penalties=penalties_of(request.penalties, request.prompts, vocab_size),
         first_BW=first_bits(request.guides, vocab_size),
     )
-    stop_BQW: Any = pack_stops(request.stops or [()] * B, stops)
-    return RowOptions(sampling, per_row(request.limits, 0, np.int32), stop_BQW)
+    end_BQ: Any = pack_ends(request.ends or [()] * B, ends)
+    return RowOptions(sampling, per_row(request.limits, 0, np.int32), end_BQ)
 
 
 def sizes_of(engine: Engine, request: DecodeRequest) -> tuple[int, ...]:

@@ -39,17 +39,17 @@ class Sizes:
 
     Attributes:
       outputs: O, the most new tokens of a row.
-      stops: Q and W, the numbers of stop sequences and of tokens of each.
+      ends: Q, the most tokens that end a row.
     """
 
     outputs: int
-    stops: tuple[int, int]
+    ends: int
 
 
 def idle_rows(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
     """A state of rows without text, all ended, with `slots` cache slots each."""
     request = DecodeRequest([[]] * rows, [0] * rows)
-    options = row_options(request, engine.llama.config.vocab_size, sizes.stops)
+    options = row_options(request, engine.llama.config.vocab_size, sizes.ends)
     tokens_BO = jnp.zeros((rows, sizes.outputs), jnp.int32)
     state = fresh_state(engine, slots, options, tokens_BO)
     state = state.replace(status_B=jnp.full_like(state.status_B, STOPPED))

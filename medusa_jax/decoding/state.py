@@ -102,7 +102,7 @@ class RowOptions(NamedTuple):
 
     sampling: Sampling
     limit_B: jax.Array
-    stop_BQW: jax.Array
+    end_BQ: jax.Array
 
 
 class DecodeState(struct.PyTreeNode):
@@ -117,10 +117,10 @@ class DecodeState(struct.PyTreeNode):
         the verifier's tokens (the first token and the bonus tokens).
       n_new_B: tokens emitted so far, including the one from prefill.
       limit_B: most tokens the row may emit.
-      stop_BQW: token sequences that end the row, see `stopping.pack_stops`.
+      end_BQ: tokens that end the row, see `stopping.pack_ends`.
       length_B: text positions in the cache, without the root.
       root_B: the last emitted token.
-      status_B: RUNNING, STOPPED (EOS or stop sequence), LIMIT, PAUSED, STUCK or BROKEN (`stopping`).
+      status_B: RUNNING, STOPPED (by such a token), LIMIT, PAUSED, STUCK or BROKEN (`stopping`).
       steps_B: decode steps while the row was running.
       histogram_BL: numbers of steps that appended 1, 2, ..., L tokens.
       text_BS: prompt and emitted tokens by position, valid up to the root; None unless the engine
@@ -138,7 +138,7 @@ class DecodeState(struct.PyTreeNode):
     depth_BO: jax.Array
     n_new_B: jax.Array
     limit_B: jax.Array
-    stop_BQW: jax.Array
+    end_BQ: jax.Array
     length_B: jax.Array
     root_B: jax.Array
     status_B: jax.Array

@@ -12,7 +12,7 @@ from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import adjust, after_nodes, after_text
 from medusa_jax.decoding.state import DecodeState, Engine
-from medusa_jax.decoding.stopping import BROKEN, RUNNING, completes_stop, count_until_end
+from medusa_jax.decoding.stopping import BROKEN, RUNNING, count_until_end
 from medusa_jax.heads.drafter import Committed, DraftRequest, Proposal, Ranked
 from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.vocabulary import for_drafting
@@ -282,9 +282,9 @@ def emit(
     depth_BL = jnp.where(copied_BL, -depth_L, depth_L)
     depth_BL = jnp.where(depth_L[None, :] < n_B[:, None], depth_BL, 0)
     depth_BO = write_tokens(kernels, state.depth_BO, depth_BL, state.n_new_B)
-    stops_BL = completes_stop(state.stop_BQW, tokens_BO, emitted_BL, state.n_new_B)
+    ends_BL = jnp.any(emitted_BL[:, :, None] == state.end_BQ[:, None, :], axis=-1)
     n_B, room_B = n_B - broken_B.astype(jnp.int32), state.limit_B - state.n_new_B
-    count_B, status_B = count_until_end(stops_BL, n_B, room_B)
+    count_B, status_B = count_until_end(ends_BL, n_B, room_B)
     status_B = jnp.where(broken_B & (status_B == RUNNING), BROKEN, status_B)
     running_B = state.status_B == RUNNING
     count_B = jnp.where(running_B, count_B, 0)

@@ -86,8 +86,7 @@ class StepClock:
         """
         _, prompts = prompt_arrays(engine, self.request)
         length_B = prompts.prompt_length_B
-        _, Q, W = prompts.options.stop_BQW.shape
-        sizes = Sizes(prompts.output_BO.shape[1], (Q, W))
+        sizes = Sizes(prompts.output_BO.shape[1], prompts.options.end_BQ.shape[1])
         state = idle(engine.depth_only, sizes, len(length_B), self.slots)
         state = begin_row(engine.depth_only, state, prompts.options)
         state = state.replace(n_new_B=np.ones_like(length_B), length_B=length_B)

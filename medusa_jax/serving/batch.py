@@ -25,7 +25,7 @@ from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.decoding.token_sets import NO_TOKEN
 from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.extras import BatchExtras, parts_of
-from medusa_jax.serving.job import STOPS, Group
+from medusa_jax.serving.job import MOST_ENDS, Group
 from medusa_jax.sharding import placed
 from medusa_jax.tree.tree import Tree
 
@@ -82,7 +82,7 @@ class Batch:
         # For each row, whether its drafter read the text with the heads of a rule that depends on them.
         self._by_drafts = [False] * max(engines.trees)
         self.pieces = piece_sizes(piece)
-        self._sizes = rows.Sizes(output_slots(self._engine, most_new), STOPS)
+        self._sizes = rows.Sizes(output_slots(self._engine, most_new), MOST_ENDS)
         self.restart()
 
     def restart(self) -> None:
@@ -141,7 +141,7 @@ class Batch:
         room = rows.empty_extras(self.engines.with_logprobs, row.tokens_BO)
         predicted_BP = self._predicted(request, group)
         row = row.replace(logprobs=room.logprobs, predicted_BP=predicted_BP)
-        options = row_options(request, self._engine.llama.config.vocab_size, STOPS)
+        options = row_options(request, self._engine.llama.config.vocab_size, MOST_ENDS)
         row = rows.begin_row(self._engine, row, options)
         # Drafters pair a position with the next token, so the last shared token is read again.
         position, n = max(0, reused - 1), len(request.prompts[0])

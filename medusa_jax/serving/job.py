@@ -16,7 +16,7 @@ from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
-from medusa_jax.errors import UserError, between
+from medusa_jax.errors import between
 from medusa_jax.serving.lines import LineText
 from medusa_jax.serving.request import (
     MOST_BEST,
@@ -31,8 +31,8 @@ from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.tree.tree import Tree
 from medusa_jax.typed import read
 
-# Maximum number of stop sequences per row, and of tokens per sequence, in a compiled program.
-STOPS = (8, 4)
+# Most EOS ids of a row in a compiled program.
+MOST_ENDS = 8
 
 
 class Group(NamedTuple):
@@ -256,15 +256,10 @@ def make_job(
     for name, ids in {"predicted": request.predicted, "stop_ids": request.stop_ids}.items():
         between(name, max(ids, default=0), 0, model.config.vocab_size - 1)
     decode.predicted = [request.predicted]
-    stops = decode.stops[0] if decode.stops else ()
-    if len(stops) > STOPS[0] or max(map(len, stops), default=0) > STOPS[1]:
-        raise UserError(
-            f"a served request has room for {STOPS[0]} stop sequences of {STOPS[1]} tokens, the "
-            "tokens that end a text among them; stop strings are not counted"
-        )
+    ends = decode.ends[0] if decode.ends else ()
+    between("EOS ids of a served request", len(ends), 0, MOST_ENDS)
     between("logprobs of a served request", options.logprobs or 0, 0, MOST_BEST)
     if request.min_tokens:
-        ends = [ids[0] for ids in stops if len(ids) == 1]
         [penalties] = decode.penalties or [options.penalties]
         asked = replace(
             penalties, least=request.min_tokens, ends=(*ends, *request.stop_ids)

@@ -226,7 +226,6 @@ NULL = '{"type": "null"}'
         ("--constraint grammar:{file}", {"constraint": {"grammar": NULL}}),
         ("--logit_bias 15=-100,7=2.5,", {"logit_bias": {7: 2.5, 15: -100}}),
         ("--repetition_penalty 1.2", {"repetition_penalty": 1.2}),
-        ("--stop_sequence 4,5 --stop_sequence 0,0", {"stop_sequences": ((4, 5), (0, 0))}),
         ("--eos_ids 3,", {"eos_ids": (3,)}),
         ("--eos_ids none", {"eos_ids": ()}),
     ],
@@ -241,7 +240,7 @@ def test_flags(flags, options, tmp_path):
 def test_lines_of_a_file(tmp_path):
     """Each line's fields; those of the flags where it has none."""
     own = {"constraint": {"choice": ["a"]}, "logit_bias": {"3": 1}, "presence_penalty": 1}
-    own |= {"eos_ids": [5], "stop_sequences": [[4, 6], [0]], "logprobs": 2}
+    own |= {"eos_ids": [5], "logprobs": 2}
     file = write_lines(
         tmp_path / "requests.jsonl", [{"prompt": "x"} | own, {"prompt": "y"}]
     )

@@ -92,7 +92,7 @@ def test_texts_with_runs_are_those_of_plain_decoding(
                 [[4], [5, 6], [7, 8, 9]],
                 [40, 30, 41],
                 guides=[Rule(seed, forcing=0.8), None, Rule(seed + 9, dead=True)],
-                stops=[((EOS,),)] * 3,
+                ends=[(EOS,)] * 3,
                 **(drawn if acceptance == "sampled" else {}),
             )
             progress = decoded(engine, variables, request)
@@ -111,7 +111,7 @@ def request_of(guide, tokens=40):
     """An engine, its variables and a request of one row with a guide."""
     config = tiny_arch(vocab_size=V, n_layers=1)
     engine, variables = fresh_medusa(config, Tree.none(), seed=7)
-    request = DecodeRequest([[4]], [tokens], guides=[guide], stops=[((EOS,),)])
+    request = DecodeRequest([[4]], [tokens], guides=[guide], ends=[(EOS,)])
     return with_runs(engine, False), variables, request
 
 

@@ -43,11 +43,11 @@ CHAIN = Tree.chain(3)
 CONFIG = tiny_arch(vocab_size=VOCAB)
 
 
-def request_of(limits, stops=()):
+def request_of(limits, ends=()):
     """Sixteen rows of one prompt that differ only in their request ids."""
     rows = len(limits)
     drawn = {"temperature": [1.5] * rows, "seed": [11] * rows}
-    return DecodeRequest([[1, 2, 3]] * rows, limits, [stops] * rows, **drawn)
+    return DecodeRequest([[1, 2, 3]] * rows, limits, [ends] * rows, **drawn)
 
 
 @cache
@@ -69,10 +69,10 @@ def all_accepted(tree=CHAIN):
     return engine, {"backbone": backbone, "heads": heads}
 
 
-def cut(text, sequences=(), limit=NEW):
-    """Plain rule: up to the first completed sequence, which is kept, and the limit."""
+def cut(text, ends=(), limit=NEW):
+    """Plain rule: up to the first end, which is kept, and the limit."""
     for n in range(1, limit + 1):
-        if any(n >= len(s) and tuple(text[n - len(s) : n]) == s for s in sequences):
+        if text[n - 1] in ends:
             return text[:n], STOPPED
     return text[:limit], LIMIT
 
@@ -82,24 +82,18 @@ def place(n):
     return "prefill" if n == 1 else ((n - 2) % 4 + 1 if (n - 2) % 4 < 3 else "bonus")
 
 
-EOS = ((0,), (3,), (5,))
-SEQUENCES = ((3, 4), (5, 2, 0), (1, 1), (0, 6))
-
-
 @pytest.mark.parametrize(
-    ("sequences", "limits", "places"),
+    ("ends", "limits", "places"),
     [
-        (EOS, [NEW] * ROWS, {"prefill", 1, 2, 3, "bonus"}),
-        # Ending at draft 1 means that the sequence began in an earlier step.
-        (SEQUENCES, [NEW] * ROWS, {1}),
-        # Inside a path, and of one token.
-        (EOS[2:], list(range(1, ROWS + 1)), set()),
+        ((0, 3, 5), [NEW] * ROWS, {"prefill", 1, 2, 3, "bonus"}),
+        # Limits inside a path, and of one token.
+        ((5,), list(range(1, ROWS + 1)), set()),
     ],
 )
-def test_a_row_ends_at_its_stops_and_its_limit(sequences, limits, places):
+def test_a_row_ends_at_its_ends_and_its_limit(ends, limits, places):
     engine, variables = all_accepted()
-    progress = decoded(engine, variables, request_of(limits, sequences))
-    expected = [cut(t, sequences, limit) for t, limit in zip(plain_texts(), limits)]
+    progress = decoded(engine, variables, request_of(limits, ends))
+    expected = [cut(t, ends, limit) for t, limit in zip(plain_texts(), limits)]
     assert texts_of(progress) == [t for t, _ in expected]
     assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
     check_counts(progress)
@@ -120,10 +114,10 @@ def test_whole_paths_are_accepted_when_every_draft_is_right():
 def test_stream_shows_a_growing_prefix_of_what_generate_gives(chunk):
     limits = [NEW - row for row in range(ROWS)]
     engine, variables = all_accepted()
-    whole = decoded(engine, variables, request_of(limits, [(5,)]))
+    whole = decoded(engine, variables, request_of(limits, [5]))
     expected = texts_of(whole)
     shown = [[]] * ROWS
-    chunks = streamed(engine, variables, request_of(limits, [(5,)]), chunk)
+    chunks = streamed(engine, variables, request_of(limits, [5]), chunk)
     for n, progress in enumerate(chunks):
         now = texts_of(progress)
         for before, after, final in zip(shown, now, expected):
@@ -218,7 +212,7 @@ def test_the_state_is_donated_and_the_progress_is_not():
 def test_warming_up_compiles_all():
     """It takes no step, and the run after it compiles nothing more."""
     engine, variables = all_accepted()
-    request = request_of([NEW] * ROWS, [(6,)])
+    request = request_of([NEW] * ROWS, [6])
     programs = (
         decode_loop,
         generation.prefill,
@@ -235,7 +229,7 @@ def test_warming_up_compiles_all():
     chunks.send(np.arange(ROWS) == 0)
     list(chunks)
     assert before == [program._cache_size() for program in programs]
-    assert texts_of(progress) == [cut(t, ((6,),))[0] for t in plain_texts()]
+    assert texts_of(progress) == [cut(t, (6,))[0] for t in plain_texts()]
 
 
 def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):

@@ -71,7 +71,7 @@ def constrained(seed):
     """Rules for the first and the last row; some leave no token at all."""
     dead = bool(seed % 2)
     guides = [Rule(seed, dead), None, Rule(seed + 1, dead)]
-    return {"guides": guides, "stops": [((EOS,),)] * 3}
+    return {"guides": guides, "ends": [(EOS,)] * 3}
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def test_the_plain_loop_takes_the_best_token_of_the_full_pass(
         for row, (prompt, text) in enumerate(zip(PROMPTS, found)):
             rule = (request.guides or [None] * 3)[row]
             stuck = rule and not rule.tokens(text)
-            assert len(text) == LIMITS[row] or stuck or (request.stops and text[-1] == EOS)
+            assert len(text) == LIMITS[row] or stuck or (request.ends and text[-1] == EOS)
             logits = forward_logits(m.config, params, prompt + text)[len(prompt) - 1 : -1]
             assert logits.std() > 1
             scores = m.scores(request, row, logits, text)

@@ -91,18 +91,18 @@ def draws(acceptance, setting, tree=TREE, batches=BATCHES, ids=(), baseline=None
     """First three tokens of many rows, and how often drafts were accepted.
 
     baseline: a drafter in the place of the heads.
-    other: `seed` of all rows, which have their own by default; `mark`: as many stops more that are never met, so
+    other: `seed` of all rows, which have their own by default; `mark`: as many ends more that are never met, so
       that a patched function is compiled again.
     """
     _, _, llama, drafter, variables = model(ids)
     engine = Engine(llama, baseline or drafter, tree, acceptance)
-    stops = [[(100 + i,) for i in range(1 + other.get("mark", 0))]] * ROWS
+    ends = [[100 + i for i in range(1 + other.get("mark", 0))]] * ROWS
     fields = {k: [v] * ROWS for k, v in SETTINGS[setting].items()}
     tokens, histogram = [], 0
     for batch in range(batches):
         own = range(batch * ROWS, (batch + 1) * ROWS)
         fields["seed"] = [other.get("seed", seed) for seed in own]
-        request = DecodeRequest([PROMPT] * ROWS, [4] * ROWS, stops, **fields)
+        request = DecodeRequest([PROMPT] * ROWS, [4] * ROWS, ends, **fields)
         progress = decoded(engine, variables, request)
         tokens.append(np.asarray(progress.tokens_BO)[:, :3])
         histogram = histogram + np.asarray(progress.histogram_BL).sum(0)

@@ -64,7 +64,7 @@ def test_a_drafter_goes_on_from_where_texts_part():
     engine = Engine(llama, drafter, Tree.chain(2))
     variables = {"backbone": backbone, "heads": {}}
     options = row_options(DecodeRequest([[0]], [9]), CONFIG.vocab_size)
-    state = rows.idle(engine, rows.Sizes(64, (1, 1)), 2, 32)
+    state = rows.idle(engine, rows.Sizes(64, 1), 2, 32)
 
     def read(state, source, prompt, begin):
         row = rows.take_row(engine, state, np.int32(source))

@@ -223,7 +223,7 @@ def test_what_cannot_be_answered_is_refused_at_once(model):
         Request("", options(3, stop=()), acceptance="wishful"),
         Request("a", options(3, 1.0), acceptance="greedy"),
         Request([10**6], options(3)),
-        Request("a", options(3, stop_sequences=((1, 2, 3, 4, 5),))),
+        Request("a", options(3, eos_ids=range(9))),
         Request("a", options(3, logprobs=21)),
         Request("a", options(3), predicted=[1, model.config.vocab_size]),
         Request("a", options(3), min_tokens=2, stop_ids=[model.config.vocab_size]),
