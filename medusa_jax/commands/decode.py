@@ -62,4 +62,4 @@ def check(flags: Flags) -> None:
             open(file).close()
 
 
-main = CommandLine("decode.py", Flags, run, EXAMPLES)
+main = CommandLine("medusa decode", Flags, run, EXAMPLES)

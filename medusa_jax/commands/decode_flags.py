@@ -8,14 +8,14 @@ from medusa_jax.commands.model_flags import GenerationFlags, LearnFlags, ModelFl
 from medusa_jax.notation import entries
 
 EXAMPLES = """examples:
-  python decode.py --prompt "import os" --show_drafts --compare                one text of the demo
-  python decode.py --model smollm2 --prompt "What is the capital of France?"   a chat model answers
-  python decode.py --model smollm2 --chat                                      a conversation
-  python decode.py --model path/to/model.gguf --raw --prompt "Once upon"       continue raw text
-  python decode.py --model coder.gguf --prefix_file before.py --suffix_file after.py      fill in the middle
-  python decode.py --model path/to/model --drafter path/to/heads --prompt "Hello" --compare --json
-  python decode.py --prompt "class Stack:" --temperature 0.8 --seed 3 --tree chain:3
-  python decode.py --prompts_file requests.jsonl --batch_size 16 > answers.jsonl
+  medusa decode --prompt "import os" --show_drafts --compare                one text of the demo
+  medusa decode --model smollm2 --prompt "What is the capital of France?"   a chat model answers
+  medusa decode --model smollm2 --chat                                      a conversation
+  medusa decode --model path/to/model.gguf --raw --prompt "Once upon"       continue raw text
+  medusa decode --model coder.gguf --prefix_file before.py --suffix_file after.py      fill in the middle
+  medusa decode --model path/to/model --drafter path/to/heads --prompt "Hello" --compare --json
+  medusa decode --prompt "class Stack:" --temperature 0.8 --seed 3 --tree chain:3
+  medusa decode --prompts_file requests.jsonl --batch_size 16 > answers.jsonl
 """
 ACCEPTANCE = ("auto", "greedy", "sampled", "rejection", "typical")
 NOTHING_ASKED = "give one of --prompt TEXT, --prompts_file FILE and --prefix_file FILE (or --chat alone, to talk)"
