@@ -30,7 +30,6 @@ from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.learning.learner import Learner
 from medusa_jax.notation import entries
 from medusa_jax.serving import Server
-from medusa_jax.serving.chunks import PACE
 from medusa_jax.serving.http import Limits, make_app, make_listener
 from medusa_jax.serving.job import BASE, Group
 from medusa_jax.serving.ladder import Ladder
@@ -116,7 +115,7 @@ def contenders(flags: Flags, server: Server, url: str) -> dict[str, Contender]:
 def ladder_of(server: Server, nodes: int = 0) -> Ladder:
     """A new ladder for a server's sizes; it always takes this one unless it is 0."""
     sizes = server._scheduler._batch.engines.sizes
-    made = Ladder(sizes, server.model.trees.tokens(sizes), PACE)
+    made = Ladder(sizes, server.model.trees.tokens(sizes))
     if nodes:
         made.choose = lambda *_: (nodes, nodes)  # type: ignore[method-assign]
     return made

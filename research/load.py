@@ -17,7 +17,7 @@ from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.console import inform
 from medusa_jax.decoding.tree_size.rates import rate_of
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.serving.ladder import Ladder
+from medusa_jax.serving.ladder import PACE, Ladder
 from medusa_jax.tree.tree import Tree
 
 # Nodes, depth and tokens per step of sizes of a tree: Hydra++ heads of SmolLM2 with copies, its tree file.
@@ -32,8 +32,8 @@ TREES = [
 FIRST = 8
 # Standard deviation of the logarithm of a text's exponent: 8 nodes then give 1.9 to 4.5 tokens for most texts.
 SPREAD = 0.5
-# Seconds and most steps of a chunk.
-PACE, STEPS = 0.04, 8
+# Most steps of a chunk.
+STEPS = 8
 
 Cost = Callable[[int, int], float]
 
@@ -148,7 +148,7 @@ class Clients:
 def speed(rows: int, cost: Cost, answers: int, index: int | None = None) -> float:
     """Tokens per second with one fixed size, or with the ladder's choices."""
     clients, noise = Clients(rows, answers), np.random.default_rng(1)
-    ladder, now = Ladder(TREES, TOKENS, PACE), 0.0
+    ladder, now = Ladder(TREES, TOKENS), 0.0
     costs = ladder.costs[""]
     counts_R3L = [ladder.begin() for _ in range(rows)]
     while True:

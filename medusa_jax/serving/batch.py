@@ -32,6 +32,8 @@ from medusa_jax.tree.tree import Tree
 # Slots of the smallest cache. Every size is compiled separately, and native attention skips unused slots;
 # 512 slots take 24 MB per row with 30 layers and 3 heads.
 LEAST_SLOTS = 512
+# Steps of a chunk before the time of a step is known, and most steps if one of its rows had already ended.
+FEW_STEPS = 2
 
 
 @dataclass
@@ -66,7 +68,8 @@ class Batch:
     """Rows that take their steps together, identified by their numbers.
 
     Args:
-      most_new, piece: as for `Scheduler`.
+      most_new: most tokens of an answer.
+      piece: most tokens of a piece of a prompt, a power of two.
 
     Attributes:
       engines: of the groups of rows.
@@ -205,7 +208,6 @@ class Batch:
         wanted_B: np.ndarray,
         group: Group,
         steps: int,
-        few_steps: int,
         guides: Mapping[int, Guide] | None = None,
         fill: FillWorks = fill_all,
         nodes: int | None = None,
@@ -215,15 +217,16 @@ class Batch:
         Args:
           wanted_B: RUNNING for the rows to step, PAUSED for other texts, else STOPPED.
           group: of these rows. Steps without drafts leave a gap in the drafter's state.
-          steps: maximum number of steps.
-          few_steps: maximum if one of the rows has already ended, since its row may soon be needed.
-          guides: by row. A group with constraints takes `few_steps` steps, or one if other rows wait.
+          steps: maximum number of steps; `FEW_STEPS` if one of the rows has already ended, since its row may
+            soon be needed.
+          guides: by row. A group with constraints takes `FEW_STEPS` steps, or one if other rows wait.
           fill: does the guides' work, by default in this thread.
           nodes: of the tree; by default the tree is that for the number of rows.
 
         Returns: the progress after the chunk, and the tree of its steps.
         """
         engine, state = self.engines.of_steps(group, self.rows, nodes), self._state
+        few_steps = min(FEW_STEPS, steps)
         most = np.int32(steps), np.int32(few_steps)
         status_B, most_steps = rows.run_only(self._engine, state.status_B, wanted_B, *most)
         state = state.replace(status_B=status_B)
@@ -273,7 +276,7 @@ class Batch:
             self.insert(reading, 0)
             self.insert(self.take(0, group), 0)
         for _ in range(2):  # the first run's result may be placed differently
-            self.run(np.full(n_rows, STOPPED, np.int32), group, 0, 0, nodes=nodes)
+            self.run(np.full(n_rows, STOPPED, np.int32), group, 0, nodes=nodes)
         if slots > LEAST_SLOTS:  # grow to this size and back
             row = self._resized(self._row(0), slots // 2)
             self._put(self._resized(row, slots), 0)

@@ -8,23 +8,17 @@ import jax
 import numpy as np
 
 from medusa_jax.api.results import NO_SCORES
-from medusa_jax.constraints.host_work import fill_all
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
-from medusa_jax.serving.batch import Batch, Reading
+from medusa_jax.serving.batch import FEW_STEPS, Batch, Reading
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Group, Job
 from medusa_jax.serving.jobs import Jobs, tell
-from medusa_jax.serving.ladder import Ladder
+from medusa_jax.serving.ladder import PACE, Ladder
 from medusa_jax.serving.programs import NotCompiled, Programs
 from medusa_jax.serving.request import NoScores, Stopped, TooCostly
 from medusa_jax.serving.room import Room
 from medusa_jax.tree.tree import Tree
-
-# Seconds of a chunk and between the pieces of a stream: shorter ones only cost dispatches.
-PACE = 0.04
-# Steps of a chunk before the time of a step is known, and most steps if one of its rows had already ended.
-FEW_STEPS = 2
 
 
 @dataclass
@@ -53,8 +47,7 @@ class Chunks:
 
     Args:
       most_steps: of a chunk.
-      ladder: chooses the size of its tree.
-      threads: run the host's work on constraints; by default the caller's thread does.
+      threads: run the host's work on constraints.
 
     Attributes:
       pending: results of dispatched programs, the oldest first.
@@ -62,20 +55,15 @@ class Chunks:
     """
 
     def __init__(
-        self,
-        batch: Batch,
-        jobs: Jobs,
-        room: Room,
-        most_steps: int,
-        ladder: Ladder,
-        threads: GuideThreads | None,
+        self, batch: Batch, jobs: Jobs, room: Room, most_steps: int, threads: GuideThreads
     ) -> None:
         self._batch, self._jobs, self._room = batch, jobs, room
         self._most_steps, self._threads = most_steps, threads
         self.pending: deque[Pending] = deque()
         self.finished = 0
         self._group: Group | None = None  # of the last chunk
-        self._ladder = ladder
+        sizes = batch.engines.sizes
+        self._ladder = Ladder(sizes, batch.engines.model.trees.tokens(sizes))
         self._queued: set[Programs] = set()  # of faster sizes
         self._ended_at = 0.0  # when the last chunk was seen to end
 
@@ -115,10 +103,8 @@ class Chunks:
         seconds = costs.measured(rows, engine.tree.n_nodes) or PACE / FEW_STEPS
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
-        most = steps, min(FEW_STEPS, steps)
-        fill = self._threads.filled if self._threads else fill_all
         progress, tree = self._batch.run(
-            status_B, sized.group, *most, guides, fill, sized.nodes
+            status_B, sized.group, steps, guides, self._threads.filled, sized.nodes
         )
         size = self._batch.slots, tree, group, rows
         self.pending.append(Pending(progress, jobs, *size, start))
@@ -126,7 +112,7 @@ class Chunks:
 
     def _sized(self, group: Group, jobs: list[Job]) -> Programs:
         """Return the programs of these requests with the size of tree that the ladder chooses."""
-        batch, ladder, programs = self._batch, self._ladder, self._room.programs
+        batch, ladder, compiler = self._batch, self._ladder, self._room.compiler
         engines, usual = batch.engines, Programs(group, batch.rows, batch.slots)
         if not (group.drafts and engines.text_is_free(group) and len(engines.sizes) > 1):
             return usual
@@ -134,7 +120,7 @@ class Chunks:
         sized[1] = usual._replace(group=group._replace(drafts=False))
         first = engines.of_steps(group, batch.rows).tree.n_nodes
         sized[first] = usual  # which are compiled
-        ready = [nodes for nodes in sized if programs.is_ready(sized[nodes])]
+        ready = [nodes for nodes in sized if compiler.is_ready(sized[nodes])]
         for job in jobs:
             job.counts_3L = ladder.begin() if job.counts_3L is None else job.counts_3L
         counts_R3L = [job.counts_3L for job in jobs if job.counts_3L is not None]
@@ -142,17 +128,17 @@ class Chunks:
         wanted = sized[fastest]
         if fastest not in ready and wanted not in self._queued:
             self._queued.add(wanted)
-            programs.queue(wanted)
+            compiler.queue(wanted)
         return sized[nodes]
 
     def _is_late(self, job: Job) -> bool:
-        return bool(job.guide and self._threads and self._threads.late(job.guide))
+        return bool(job.guide and self._threads.late(job.guide))
 
     def _ready_or_refuse(self, group: Group) -> bool:
         """Return whether a group's programs are ready; if not, queue them, or fail its requests."""
         programs = Programs(group, self._batch.rows, self._batch.slots)
         try:
-            return self._room.programs.ready_or_queue(programs)
+            return self._room.compiler.ready_or_queue(programs)
         except NotCompiled as error:
             jobs = self._jobs.running.values()
             self._jobs.refuse([job for job in jobs if job.group == group], error)

@@ -44,11 +44,11 @@ class Jobs:
       turn: number of the scheduler's turn.
     """
 
-    def __init__(self, batch: Batch, n_rows: int) -> None:
+    def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self.waiting: deque[Job] = deque()
         self.parked: dict[Job, Reading] = {}
-        self.rows = [Row() for _ in range(n_rows)]
+        self.rows = [Row() for _ in range(max(batch.engines.trees))]
         self.turn = 0
 
     @property

@@ -27,6 +27,8 @@ from medusa_jax.decoding.tree_size.rates import (
 )
 from medusa_jax.tree.tree import Tree
 
+# Seconds of a chunk and between the pieces of a stream: shorter ones only cost dispatches.
+PACE = 0.04
 # Half-life of the shares of all requests, in steps with drafts; one request's is `RECENT`.
 ALL_RECENT = 16 * RECENT
 # A gap in the drafter's state costs about this share of a chunk.
@@ -53,17 +55,14 @@ class Ladder:
     Args:
       sizes: as from `ladder_sizes`.
       tokens: tokens per step with each, from a tree file's evidence.
-      pace: seconds of a chunk.
 
     Attributes:
       costs: times of steps by the kind of rows (their group); the caller records them.
     """
 
-    def __init__(
-        self, sizes: Sequence[Tree], tokens: Sequence[float] | None, pace: float
-    ) -> None:
+    def __init__(self, sizes: Sequence[Tree], tokens: Sequence[float] | None) -> None:
         self._nodes, self._depths = [t.n_nodes for t in sizes], [t.depth for t in sizes]
-        self._rate_N, self._pace = rates_of(tokens, self._depths), pace
+        self._rate_N = rates_of(tokens, self._depths)
         self.costs = defaultdict[Hashable, StepCosts](StepCosts)
         self._all_3L = np.stack(first_counts(self._rate_N, max(self._depths)))
         # By kind and rows, the index of the last choice.
@@ -127,7 +126,7 @@ class Ladder:
         for other in (*usable[place + 1 : place + 2], *usable[max(0, place - 1) : place]):
             nodes = self._nodes[other]
             lost = 1 - speed_N[other] / speed_N[best] + GAP * (nodes == 1)
-            if costs.is_due(rows, nodes, self._pace * lost):
+            if costs.is_due(rows, nodes, PACE * lost):
                 best = other
                 break
         costs.use(rows, self._nodes[best])

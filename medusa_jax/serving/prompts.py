@@ -25,23 +25,17 @@ class RowPrompt(NamedTuple):
 class PromptReader:
     """Reads prompts into rows, one request after the other.
 
-    Args:
-      piece: most tokens of a turn.
-
     Attributes:
       row_prompt: the request whose prompt is being read.
     """
 
-    def __init__(
-        self, batch: Batch, jobs: Jobs, room: Room, chunks: Chunks, piece: int
-    ) -> None:
+    def __init__(self, batch: Batch, jobs: Jobs, room: Room, chunks: Chunks) -> None:
         self._batch, self._jobs, self._room, self._chunks = batch, jobs, room, chunks
-        self._piece = piece
         self.row_prompt: RowPrompt | None = None
 
     def read(self) -> bool:
         """Read the next piece of a prompt, or as many short prompts; returns whether any was read."""
-        tokens_left, any_read = self._piece, False
+        tokens_left, any_read = self._batch.pieces[-1], False
         while True:
             self.row_prompt = self.row_prompt or self._begin()
             if self.row_prompt is None:

@@ -16,14 +16,12 @@ class Room:
 
     Args:
       jobs: the requests, by where they are.
-      sizes: allowed numbers of rows, ascending.
-      programs: tells which programs are compiled.
+      compiler: tells which programs are compiled.
     """
 
-    def __init__(
-        self, batch: Batch, jobs: Jobs, sizes: list[int], programs: Compiler
-    ) -> None:
-        self.batch, self.jobs, self.sizes, self.programs = batch, jobs, sizes, programs
+    def __init__(self, batch: Batch, jobs: Jobs, compiler: Compiler) -> None:
+        self.batch, self.jobs, self.compiler = batch, jobs, compiler
+        self.sizes = sorted(batch.engines.trees)  # numbers of rows
         self._roomy = 0  # consecutive turns that needed less
 
     def size_for(self, length: int) -> tuple[int, int]:
@@ -50,7 +48,7 @@ class Room:
             sizes = [n for n in self.sizes if self.is_ready(BASE, n, batch.slots)]
             needed |= {Programs(BASE, n, slots) for n in sizes}
         base_first = sorted(needed, key=lambda p: (p.group != BASE, p))
-        compiled = [self.programs.ready_or_queue(p) for p in base_first]  # queues all
+        compiled = [self.compiler.ready_or_queue(p) for p in base_first]  # queues all
         return all(compiled)
 
     def admit_or_refuse(self, job: Job, length: int) -> bool:
@@ -69,7 +67,7 @@ class Room:
 
     def is_ready(self, group: Group, n_rows: int, slots: int) -> bool:
         """Return whether a group's programs are ready at this size."""
-        return self.programs.is_ready(Programs(group, n_rows, slots))
+        return self.compiler.is_ready(Programs(group, n_rows, slots))
 
     def resize(self, n_rows: int, slots: int) -> None:
         """Change the size of the batch; with fewer slots, rows keep less of their texts."""

@@ -2,8 +2,8 @@
 
 A turn reads one piece of a prompt, or several short prompts, and dispatches one chunk of steps; then the
 host reads the previous chunk's results. Running rows therefore stall for at most one piece. A chunk takes
-about `PACE` seconds, and ends when a row ends, so that the next request gets the row. The host decodes and
-delivers text while the device works: first tokens and ends at once, other parts once per `PACE`.
+about `PACE` seconds (`ladder.py`), and ends when a row ends, so that the next request gets the row. The host
+decodes and delivers text while the device works: first tokens and ends at once, other parts once per `PACE`.
 
 A turn uses only programs that are ready (`programs.py`). A request whose programs are not ready waits and
 lets later ones go first. If a text outgrows the slots for which programs are ready, its row is parked
@@ -13,57 +13,35 @@ The parts: `jobs.py` (where each request is), `room.py` (the batch's size), `pro
 `preemption.py` (texts that outgrow the slots), `chunks.py` (steps and their results), `ladder.py` (sizes of trees).
 """
 
-from collections.abc import Mapping
-
-from medusa_jax.api import Model
 from medusa_jax.serving.batch import Batch
-from medusa_jax.serving.chunks import PACE, Chunks
-from medusa_jax.serving.engines import Engines
+from medusa_jax.serving.chunks import Chunks
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs, tell
-from medusa_jax.serving.ladder import Ladder
 from medusa_jax.serving.preemption import Preemption
 from medusa_jax.serving.programs import Compiler
 from medusa_jax.serving.prompts import PromptReader
 from medusa_jax.serving.request import Stopped
 from medusa_jax.serving.room import Room
-from medusa_jax.tree.tree import Tree
 
 
 class Scheduler:
     """Requests in, deltas out. It has no thread: the caller calls `step`.
 
     Args:
-      trees: the tree for each number of rows to compile programs for; the largest number is the number of
-        requests answered at a time.
-      most_new: most tokens of an answer.
-      programs: tells which programs are compiled.
+      compiler: tells which programs are compiled.
       chunk_steps: most steps of a chunk.
-      piece: most tokens of a piece of a prompt, a power of two; by default the device's.
-      threads: run the host's work on constraints; by default the caller's thread does.
+      threads: run the host's work on constraints.
     """
 
     def __init__(
-        self,
-        model: Model,
-        *,
-        trees: Mapping[int, Tree],
-        most_new: int,
-        programs: Compiler,
-        chunk_steps: int = 8,
-        piece: int = 0,
-        threads: GuideThreads | None = None,
+        self, batch: Batch, compiler: Compiler, chunk_steps: int, threads: GuideThreads
     ) -> None:
-        piece = piece or model.llama.kernels.prompt_piece
-        engines = Engines(model, trees)
-        self._batch = batch = Batch(engines, most_new, piece)
-        self._jobs = jobs = Jobs(batch, max(trees))
-        self._room = room = Room(batch, jobs, sorted(trees), programs)
-        ladder = Ladder(engines.sizes, model.trees.tokens(engines.sizes), PACE)
-        self._chunks = chunks = Chunks(batch, jobs, room, chunk_steps, ladder, threads)
-        self._reader = PromptReader(batch, jobs, room, chunks, piece)
-        self._preemption = Preemption(batch, jobs, room, chunks)
+        self._batch, self._jobs = batch, Jobs(batch)
+        self._room = Room(batch, self._jobs, compiler)
+        self._chunks = Chunks(batch, self._jobs, self._room, chunk_steps, threads)
+        self._reader = PromptReader(batch, self._jobs, self._room, self._chunks)
+        self._preemption = Preemption(batch, self._jobs, self._room, self._chunks)
 
     @property
     def slots(self) -> int:

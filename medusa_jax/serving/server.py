@@ -40,8 +40,9 @@ class Server:
 
     Args:
       slots: requests answered at a time.
-      trees: the numbers of rows to compile programs for, the largest is `slots`, and the tree for each;
-        by default `row_sizes` and the model's own trees. Chunks may take other sizes of these (`ladder.py`).
+      trees: for each number of rows to compile programs for, the tree of its steps; the largest number is how
+        many requests are answered at a time. By default `row_sizes` and the model's own trees. Chunks may take
+        other sizes of these (`ladder.py`).
       queue: requests that may wait for a slot.
       max_prompt_tokens: most tokens of a prompt; by default the context.
       max_new_tokens: most tokens of an answer; by default the context.
@@ -95,20 +96,11 @@ class Server:
         self._inbox: list[Job] = []
         self._arrivals: dict[float, int] = {}  # numbers of requests by their time
         piece = piece or model.llama.kernels.prompt_piece
-        self._compiler = Compiler(
-            lambda: Batch(Engines(model, self._trees), self.most_new, piece),
-            self._notify,
-            lambda: self.idle,
-        )
+        make_batch = partial(Batch, Engines(model, self._trees), self.most_new, piece)
+        self._compiler = Compiler(make_batch, self._notify, lambda: self.idle)
         self._threads = GuideThreads(self._notify)
         self._scheduler = Scheduler(
-            model,
-            trees=self._trees,
-            most_new=self.most_new,
-            programs=self._compiler,
-            threads=self._threads,
-            chunk_steps=chunk_steps,
-            piece=piece,
+            make_batch(), self._compiler, chunk_steps, self._threads
         )
         self._closing = self._changed = False
         self._failures = self._chunks = 0

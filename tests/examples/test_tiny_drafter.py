@@ -7,7 +7,7 @@ import pytest
 from files import write_lines
 from tiny import write_ending_model
 from training_setup import ROOT
-from turns import InPlace, check, run
+from turns import check, run, scheduler_of
 
 import medusa_jax
 from medusa_jax import Options, Tree
@@ -17,7 +17,6 @@ from medusa_jax.commands.serve import main as serving
 from medusa_jax.errors import UserError
 from medusa_jax.heads.medusa import Medusa
 from medusa_jax.serving import Request
-from medusa_jax.serving.scheduler import Scheduler
 
 PAGE = (ROOT / "docs" / "write_a_drafter.md").read_text()
 NAME = "examples.tiny_drafter:Tiny"
@@ -70,11 +69,8 @@ def test_the_commands_from_top_to_bottom(tmp_path, capsys, monkeypatch):
     tree = Tree.cartesian([2, 1])
     loaded = medusa_jax.load(str(model), f"{NAME}:{place}/export", tree=tree)
     assert loaded.drafter.name == NAME and not isinstance(loaded.drafter, Medusa)
-    scheduler = Scheduler(
-        loaded, trees={2: tree}, chunk_steps=3, piece=64, most_new=60, programs=InPlace()
-    )
     asked = [Request(prompt, Options(20)) for prompt in ("the cat", "in a bar")]
-    check(loaded, run(scheduler, {0: asked}, loaded))
+    check(loaded, run(scheduler_of(loaded, {2: tree}), {0: asked}, loaded))
 
     with pytest.raises(UserError, match="give the directory of its heads"):
         medusa_jax.load(str(model), NAME)

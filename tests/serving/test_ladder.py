@@ -42,7 +42,7 @@ def chosen(ladder, counts, ready=(1, 2, 4), rows=1, chunks=400, seconds=(1.0, 1.
 
 def test_acceptance_and_cost_choose_the_size():
     def after(*shares, **fields):
-        ladder = Ladder(SIZES, TOKENS, 0.04)
+        ladder = Ladder(SIZES, TOKENS)
         counts = ladder.begin()
         ladder.count(counts, steps(*shares), 4, False)
         return chosen(ladder, counts, **fields)
@@ -56,7 +56,7 @@ def test_acceptance_and_cost_choose_the_size():
 
 
 def test_a_request_begins_with_what_others_accepted():
-    ladder = Ladder(SIZES, TOKENS, 0.04)
+    ladder = Ladder(SIZES, TOKENS)
     first, other = ladder.begin(), ladder.begin()
     for _ in range(20):
         ladder.count(other, steps(1.0), 4, True)  # its drafter has a gap

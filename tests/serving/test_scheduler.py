@@ -23,7 +23,7 @@ from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.serving import Request, batch
-from medusa_jax.serving.chunks import FEW_STEPS
+from medusa_jax.serving.batch import FEW_STEPS
 from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.job import make_job
 from medusa_jax.serving.request import Handle, Lines, TooLong

@@ -12,6 +12,7 @@ from turns import TREES, Client, Delayed, InPlace, alone, check, finish, run
 from medusa_jax import Options, Tree
 from medusa_jax.serving import Request, Stopped, batch, chunks, room
 from medusa_jax.serving.job import BASE, Group
+from medusa_jax.serving.ladder import PACE
 from medusa_jax.serving.programs import Programs
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -31,8 +32,8 @@ def make(model, monkeypatch):
         def checked(true):
             def call(*given):
                 group = getattr(given[0], "group", None) or given[1]
-                is_ready = made._room.programs.is_ready
-                assert is_ready(Programs(group, device.rows, device.slots, *given[6:]))
+                is_ready = made._room.compiler.is_ready
+                assert is_ready(Programs(group, device.rows, device.slots, *given[5:]))
                 return true(*given)
 
             return call
@@ -156,8 +157,8 @@ def test_pieces_come_at_a_steady_pace(model, make, step, monkeypatch):
         taken.step()
         came += [now[0]] * (len(client.deltas) - len(came))
     gaps = [b - a for a, b in pairwise(came[2:-1])]
-    assert chunks.PACE / 2 <= max(gaps) <= max(1.5 * chunks.PACE, 2.01 * step)
-    assert min(gaps) >= min(chunks.PACE / 2, step) - 1e-6
+    assert PACE / 2 <= max(gaps) <= max(1.5 * PACE, 2.01 * step)
+    assert min(gaps) >= min(PACE / 2, step) - 1e-6
 
 
 def test_as_many_rows_as_are_busy(model, make, monkeypatch):

@@ -6,6 +6,9 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Tree
 from medusa_jax.serving import Stopped
+from medusa_jax.serving.batch import Batch
+from medusa_jax.serving.engines import Engines
+from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import make_job
 from medusa_jax.serving.programs import NotCompiled
 from medusa_jax.serving.request import Handle
@@ -53,8 +56,8 @@ def load_model(path):
 
 
 def scheduler_of(model, trees=TREES, programs=None):
-    more = {"chunk_steps": 3, "piece": PIECE, "programs": programs or InPlace()}
-    return Scheduler(model, trees=trees, most_new=300, **more)
+    made = Batch(Engines(model, trees), 300, PIECE)
+    return Scheduler(made, programs or InPlace(), 3, GuideThreads(lambda: None))
 
 
 class Client:
