@@ -10,16 +10,17 @@ lets later ones go first. If a text outgrows the slots for which programs are re
 until larger programs exist, since no row can step next to a full one.
 
 The parts: `jobs.py` (where each request is), `room.py` (the batch's size), `prompts.py` (reading prompts),
-`preemption.py` (texts that outgrow the slots), `chunks.py` (steps and their results), `ladder.py` (sizes of trees).
+`chunks.py` (steps and their results), `ladder.py` (sizes of trees).
 """
+
+from collections.abc import Mapping
 
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.chunks import Chunks
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs, tell
-from medusa_jax.serving.preemption import Preemption
-from medusa_jax.serving.programs import Compiler
+from medusa_jax.serving.programs import Compiler, NotCompiled
 from medusa_jax.serving.prompts import PromptReader
 from medusa_jax.serving.request import Stopped
 from medusa_jax.serving.room import Room
@@ -41,7 +42,6 @@ class Scheduler:
         self._room = Room(batch, self._jobs, compiler)
         self._chunks = Chunks(batch, self._jobs, self._room, chunk_steps, threads)
         self._reader = PromptReader(batch, self._jobs, self._room, self._chunks)
-        self._preemption = Preemption(batch, self._jobs, self._room, self._chunks)
 
     @property
     def slots(self) -> int:
@@ -79,9 +79,9 @@ class Scheduler:
         self._jobs.turn += 1
         self._jobs.drop_cancelled()
         self._reader.drop_cancelled()
-        any_returned = self._preemption.return_rows()
+        any_returned = self._return_rows()
         any_read = self._reader.read()
-        self._preemption.make_room(self._reader.row_prompt)
+        self._make_room()
         any_run = self._chunks.run()
         # Read the chunk just dispatched in the next turn, after that has dispatched another one, unless
         # requests wait for a row.
@@ -90,6 +90,48 @@ class Scheduler:
         while len(self._chunks.pending) > n_left:
             self._chunks.deliver_oldest()
         return bool(any_returned or any_read or any_run or n_pending)
+
+    def _return_rows(self) -> bool:
+        """Put parked rows back that fit now; returns whether any did."""
+        jobs, n_parked = self._jobs, len(self._jobs.parked)
+        for job, reading in list(jobs.parked.items()):
+            if self._room.admit_or_refuse(job, job.length):
+                self._room.resize(*self._room.size_for(job.length))
+                at = jobs.free_row([0] * self._batch.rows)
+                self._chunks.insert(job, reading, at)
+        return len(jobs.parked) < n_parked
+
+    def _make_room(self) -> None:
+        """Grow to the slots that the longest text needs; shrink after a while."""
+        batch, jobs, row_prompt = self._batch, self._jobs, self._reader.row_prompt
+        full_jobs = {
+            at: job
+            for at, job in jobs.running.items()
+            if batch.slots_for(job.length) > batch.slots
+        }
+        if full_jobs:
+            self._grow(full_jobs)
+        lengths = {at: job.length for at, job in jobs.running.items()}
+        if row_prompt:
+            lengths[row_prompt.at] = len(row_prompt.job.prompt)
+        if lengths:
+            self._room.shrink(lengths, self._chunks.unseen_tokens)
+
+    def _grow(self, jobs: Mapping[int, Job]) -> None:
+        """Grow the batch for these rows, or park them until it can."""
+        batch = self._batch
+        slots = max(batch.slots_for(job.length) for job in jobs.values())
+        groups = {job.group for job in jobs.values()}
+        try:
+            compiled = [self._room.ready_or_queue(g, batch.rows, slots) for g in groups]
+        except NotCompiled as error:
+            self._jobs.refuse(jobs.values(), error)
+            return
+        if all(compiled):
+            self._room.resize(batch.rows, slots)
+        else:
+            for at, job in jobs.items():
+                self._jobs.park(job, batch.take(at, job.group))
 
     def fail(self, error: Stopped) -> None:
         """Tell every request that it gets no answer."""
