@@ -206,7 +206,6 @@ class Job:
         self.token_ids += tokens[: end - begin]
         new = logprobs_of_row(progress, 0, slice(begin, end), self.options.logprobs)
         return Delta(
-            text="".join(piece for piece, _ in parts),
             parts=parts,
             token_ids=self.token_ids[begin:],
             logprobs=new.get("logprobs", []),

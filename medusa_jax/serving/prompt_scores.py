@@ -37,7 +37,7 @@ def score_prompt(
       wanted: asked before each piece; if it is not, the rest has no scores.
     """
     if n is None:
-        return Delta(text, [], list(ids), [], [])
+        return Delta([(text, 0)], list(ids), [], [])
     piece = piece or model.llama.kernels.prompt_piece
     backbone, slots = model.backbone, power_of_two(len(ids), max(piece, slots))
     n_top = min(MOST_BEST, model.config.vocab_size)  # one program
@@ -57,7 +57,7 @@ def score_prompt(
         )
         logprobs += text_T
         tops += [list(zip(*top))[:n] for top in zip(ids_TN, best_TN)]
-    return Delta(text, [], list(ids), logprobs[: len(ids)], tops[: len(ids)])
+    return Delta([(text, 0)], list(ids), logprobs[: len(ids)], tops[: len(ids)])
 
 
 @program(static_argnums=1, donate_argnums=2)

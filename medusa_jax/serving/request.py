@@ -125,19 +125,21 @@ class Delta:
     """A new part of an answer.
 
     Attributes:
-      text: new text that may be shown.
-      parts: the same in pairs of text and draft depth (0: the backbone's own).
+      parts: new text that may be shown, in pairs of text and draft depth (0: the backbone's own).
       token_ids: the new tokens; their text may still be held back.
       logprobs, top_logprobs: of these tokens, as in `Result`, if requested; None for the first token of an echo.
       ending: only in the last part.
     """
 
-    text: str
     parts: list[tuple[str, int]]
     token_ids: list[int]
     logprobs: Sequence[float | None]
     top_logprobs: Sequence[list[tuple[int, float]] | None]
     ending: Ending | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.parts)
 
 
 class TooLong(UserError):

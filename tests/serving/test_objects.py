@@ -145,7 +145,7 @@ def logprobs_of(tokenizer, ids, logprobs, top, chat=False, prompt=()):
     """The log-probabilities of a piece, as its endpoint writes them."""
     asked = [Request(prompt, Options(logprobs=0))]
     call = Call(asked, stream=False, usage=False, seed=0, chat=chat)
-    delta = Delta("", [], ids, logprobs, top)
+    delta = Delta([], ids, logprobs, top)
     return Reply(call, Vocabulary(tokenizer), NAME)._logprobs(0, delta)
 
 
@@ -278,6 +278,6 @@ def test_logprobs_of_held_back_text_in_a_response(port):
     result = alone(port.model, "in", max_new_tokens=2)
     for n, (i, text) in enumerate(zip(ids, ["", "é", "a", "", "", ""], strict=True)):
         end = Ending(result, 0.0, 0) if n == 5 else None
-        events += reply.piece(0, Delta(text, [], [i], [float(n)], [[]], end))
+        events += reply.piece(0, Delta([(text, 0)], [i], [float(n)], [[]], end))
     entries = [one for event in events if "delta" in event for one in event["logprobs"]]
     assert [one["logprob"] for one in entries] == [*range(6)]

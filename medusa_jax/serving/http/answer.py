@@ -117,7 +117,7 @@ class Answer:
                 n = len(request.prompt)
                 empty = Result("", [], [], "length", n, 0, [], seconds, 0.0, 0.0)
                 ending = Ending(empty, start - arrived, 0)
-                deliver(Delta("", [], [], [], [], ending))
+                deliver(Delta([], [], [], [], ending))
         elif not self._left:
             self._handles = self._server.submit_all(self._requests, delivers, arrived)
             if self._left:
@@ -142,7 +142,7 @@ class Answer:
             if self._reply.call.empty and delta.ending:  # of one token at most
                 delta.ending.result.cut(0, "")
                 delta.ending.result.finish_reason = "length"
-                delta = Delta("", [], [], [], [], delta.ending)
+                delta = Delta([], [], [], [], delta.ending)
             if delta.ending:
                 self._open.discard(index)
                 self._metrics.ended(delta.ending)

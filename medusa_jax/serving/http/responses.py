@@ -217,7 +217,7 @@ class ResponsesReply(Reply):
         ending = self.endings[0]
         result = ending.result
         logprobs = result.logprobs or [], result.top_logprobs or []
-        self.piece(0, Delta(result.text, [], result.token_ids, *logprobs, ending))
+        self.piece(0, Delta([(result.text, 0)], result.token_ids, *logprobs, ending))
         return self._finished()
 
     def first(self) -> list[Json]:
