@@ -144,7 +144,7 @@ def test_variables_of_the_chat_template(tmp_path, variables):
 def logprobs_of(tokenizer, ids, logprobs, top, chat=False, prompt=()):
     """The log-probabilities of a piece, as its endpoint writes them."""
     asked = [Request(prompt, Options(logprobs=0))]
-    call = Call(asked, stream=False, usage=False, seed=0, chat=chat)
+    call = Call(asked, stream=False, usage=False, chat=chat)
     delta = Delta([], ids, logprobs, top)
     return Reply(call, Vocabulary(tokenizer), NAME)._logprobs(0, delta)
 
@@ -273,7 +273,7 @@ def test_logprobs_of_held_back_text_in_a_response(port):
     """A stream has those too, at its end as well."""
     tokenizer = load_tokenizer(str(Path(demo.__file__).parent / "backbone"))
     asked = [Request(ids := tokenizer.encode("éa日"), Options(logprobs=0))]
-    call = Call(asked, True, False, 0, True, repeated={"metadata": {}})
+    call = Call(asked, True, False, True, repeated={"metadata": {}})
     reply, events = ResponsesReply(call, Vocabulary(tokenizer), NAME), []
     result = alone(port.model, "in", max_new_tokens=2)
     for n, (i, text) in enumerate(zip(ids, ["", "é", "a", "", "", ""], strict=True)):

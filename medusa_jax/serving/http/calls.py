@@ -38,7 +38,6 @@ class Call:
       requests: one for each choice.
       stream: answer in pieces as they come.
       usage: end a stream with the counts of tokens.
-      seed: of all choices; drawn if none was given.
       chat: whether it came to `/v1/chat/completions`.
       calls: form of tool calls in the answer and names of the tools; None if it can only be text.
       echo: the text of each request's prompt, if the answer repeats it; else empty.
@@ -49,7 +48,6 @@ class Call:
     requests: list[Request]
     stream: bool
     usage: bool
-    seed: int
     chat: bool
     calls: tuple[CallForm, Sequence[str]] | None = None
     echo: Sequence[str] = ()
@@ -192,7 +190,7 @@ def _call(
     fields.take("metadata", (dict,), "an object", {})
     fields.finish()
     requests = [Request(p, options, i, **request_fields) for p in prompts for i in range(n)]
-    return Call(requests, stream, usage, options.seed, **settings)
+    return Call(requests, stream, usage, **settings)
 
 
 def _lines(fields: BodyFields) -> Lines | None:

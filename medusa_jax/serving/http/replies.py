@@ -250,7 +250,7 @@ class Reply:
         """Return our own field of a choice that has ended (docs/serving.md)."""
         result = ending.result
         return {
-            "seed": self.call.seed,
+            "seed": self.call.requests[0].options.seed,
             "finish_reason": result.finish_reason,
             "new_tokens": result.new_tokens,
             "steps": result.steps,
