@@ -35,13 +35,11 @@ class LoadedDrafter:
 
     Attributes:
       params: its parameters in decoding form; {} before `with_params` and for drafters without any.
-      directory: where its tree file may be; "" if there are no files.
       files: of trained heads, from which they can be read in another form; None for other drafters.
     """
 
     drafter: Drafter
     params: Params = field(default_factory=dict)
-    directory: str = ""
     files: "HeadsFiles | None" = None
 
     def with_params(self, n_heads: int | None) -> "LoadedDrafter":
@@ -51,7 +49,7 @@ class LoadedDrafter:
         files = replace(self.files, n_heads=n_heads)
         heads, params = files.read(files.form.storage.of_drafts)
         drafter = make_drafter(heads, files.base.config)
-        return LoadedDrafter(drafter, params, self.directory, files)
+        return LoadedDrafter(drafter, params, files)
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def open_drafter(
         check_base(source, base.config, expected, allow_other=expected is None)
         drafter = make_drafter(source.heads, base.config)
         files = HeadsFiles(source, base, form, mesh)
-        return LoadedDrafter(drafter, directory=source.directory, files=files)
+        return LoadedDrafter(drafter, files=files)
     from medusa_jax.api.baselines import load_baseline
 
     heads, params = load_baseline(

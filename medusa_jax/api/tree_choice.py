@@ -56,8 +56,8 @@ class TreeChoice:
             plain = cls(Tree.none())
             return replace(plain, tree=plain.parse(spec, has_drafter=False))
         drafter, platform = opened.drafter, jax.default_backend()
-        path = Path(opened.directory or "?") / "tree.json"
-        file = TreeFile.read(path) if opened.directory and path.exists() else None
+        path = Path(opened.files.stored.directory, "tree.json") if opened.files else None
+        file = TreeFile.read(path) if path and path.exists() else None
         mark = device_mark(
             drafter.heads, drafter.llama, form.storage, str(form.dtype), form.kernels.mark,
             tuple(mesh.shape.values()),
