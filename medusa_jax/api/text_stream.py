@@ -118,7 +118,6 @@ class GrowingTexts:
 
     def __init__(self, rows: Sequence[StoppingText]) -> None:
         self.rows = rows
-        self._seen = [0] * len(self.rows)
         self._ended = np.zeros(len(self.rows), bool)
 
     def take(self, progress: Progress) -> list[Piece]:
@@ -128,10 +127,11 @@ class GrowingTexts:
         self._ended = np.asarray(progress.status_B) != RUNNING
         pieces = []
         for row, text in enumerate(self.rows):
-            span = slice(self._seen[row], int(counts[row]))
+            if text.stopped:
+                continue
+            span = slice(text.tokens_used, int(counts[row]))
             ids, levels = tokens[row, span].tolist(), depths[row, span].tolist()
             parts = text.take(ids, levels, bool(self._ended[row]))
-            self._seen[row] = int(counts[row])
             if parts:
                 pieces.append(Piece(row, parts))
         return pieces
