@@ -29,7 +29,7 @@ class Pending:
       jobs: the requests that took part, by row of `progress`.
       slots: the cache's slots at that time.
       tree: of its steps; None if it took no steps.
-      group, rows: its steps' group, and rows of the batch.
+      group: of its steps.
       dispatched: when it was.
     """
 
@@ -38,7 +38,6 @@ class Pending:
     slots: int
     tree: Tree | None = None
     group: Group | None = None
-    rows: int = 0
     dispatched: float = 0.0
 
 
@@ -106,8 +105,7 @@ class Chunks:
         progress, tree = self._batch.run(
             status_B, sized.group, steps, guides, self._threads.filled, sized.nodes
         )
-        size = self._batch.slots, tree, group, rows
-        self.pending.append(Pending(progress, jobs, *size, start))
+        self.pending.append(Pending(progress, jobs, self._batch.slots, tree, group, start))
         return True
 
     def _sized(self, group: Group, jobs: list[Job]) -> Programs:
@@ -169,7 +167,7 @@ class Chunks:
         if pending.group and pending.tree and steps > 0:
             seconds = now - max(pending.dispatched, self._ended_at)
             costs = self._ladder.costs[pending.group]
-            costs.add(pending.rows, pending.tree.n_nodes, seconds, steps)
+            costs.add(len(steps_B), pending.tree.n_nodes, seconds, steps)
         self._ended_at = now
 
     def _deliver(self, job: Job, pending: Pending, at: int) -> None:
