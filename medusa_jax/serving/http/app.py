@@ -27,7 +27,7 @@ from medusa_jax.evaluate.weight_bytes import stored_as
 from medusa_jax.serving.http.answer import Answer, ClientGone, Events, Limits, unless_gone
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
 from medusa_jax.serving.http.fields import ERRORS, HttpError, refusal
-from medusa_jax.serving.http.infill import InfillCall, InfillReply, infill_call
+from medusa_jax.serving.http.infill import InfillReply, infill_call
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.http.responses import STORED, ResponsesReply, responses_call
@@ -169,18 +169,15 @@ class Port:
         return JSONResponse(entry if model_name else {"object": "list", "data": [entry]})
 
     async def completions(self, request: HttpRequest) -> ASGIApp:
-        name, model, check = self._name, self._server.model, self._check_length
-        return partial(self._call, lambda body: completion_call(body, name, model, check))
+        return self._endpoint(completion_call, Reply, self._check_length)
 
     async def chat(self, request: HttpRequest) -> ASGIApp:
-        model, limit = self._server.model, self._server.most_new
-        more = self._name, model, self._template, limit, self._check_length
-        return partial(self._call, lambda body: chat_call(body, *more))
+        more = self._template, self._server.most_new, self._check_length
+        return self._endpoint(chat_call, Reply, *more)
 
     async def responses(self, request: HttpRequest) -> ASGIApp:
-        model, limit = self._server.model, self._server.most_new
-        more = self._name, model, self._template, limit, self._check_length
-        return partial(self._call, lambda body: responses_call(body, *more))
+        more = self._template, self._server.most_new, self._check_length
+        return self._endpoint(responses_call, ResponsesReply, *more)
 
     async def stored(self, request: HttpRequest) -> Response:
         """Refuse to look up an answer."""
@@ -188,27 +185,31 @@ class Port:
         raise HttpError(404, f"{request.url.path} {STORED}", code="not_found")
 
     async def infill(self, request: HttpRequest) -> ASGIApp:
-        server = self._server
-        more = self._name, server.model, server.most_prompt, server.most_new
-        return partial(self._call, lambda body: infill_call(body, *more))
+        limits = self._server.most_prompt, self._server.most_new
+        return self._endpoint(infill_call, InfillReply, *limits)
+
+    def _endpoint(
+        self, read: Callable[..., Call], kind: type[Reply], *settings: Any
+    ) -> ASGIApp:
+        """Return the endpoint whose calls `read` reads with these settings, and replies of this kind answer."""
+        given = self._name, self._server.model, *settings
+        more = self._vocabulary, self._name
+        return partial(self._call, lambda body: kind(read(body, *given), *more))
 
     async def _call(
-        self, reader: Callable[[Any], Call], scope: Scope, receive: Receive, send: Send
+        self, reply_of: Callable[[Any], Reply], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answer a call; count it, and log it when it has ended.
 
         Args:
-          reader: makes the call of a JSON body.
+          reply_of: reads a JSON body, and makes the reply to it.
         """
         request, start = HttpRequest(scope, receive), time.perf_counter()
         events, response, error = Events(send), None, None
         status, note = 499, "the client left"
         try:
             self._check_key(request)
-            call = await asyncio.to_thread(reader, await self._body(request))
-            kind = InfillReply if isinstance(call, InfillCall) else Reply
-            kind = ResponsesReply if call.repeated else kind
-            reply = kind(call, self._vocabulary, self._name)
+            reply = await asyncio.to_thread(reply_of, await self._body(request))
             response = await unless_gone(receive, self._answer(reply, events))
             status, note = 200, reply.counts()
         except (ClientGone, ClientDisconnect):
