@@ -60,7 +60,7 @@ def test_llama_vim_types_waits_and_accepts(coder, tmp_path, monkeypatch):
     file, answers, true_whole = tmp_path / "add.py", [], InfillReply.whole
 
     def whole(reply):
-        answers.append((reply.call.text, true_whole(reply)))
+        answers.append((reply.call.own["prompt"], true_whole(reply)))
         return answers[-1][1]
 
     monkeypatch.setattr(InfillReply, "whole", whole)

@@ -273,7 +273,7 @@ def test_logprobs_of_held_back_text_in_a_response(port):
     """A stream has those too, at its end as well."""
     tokenizer = load_tokenizer(str(Path(demo.__file__).parent / "backbone"))
     asked = [Request(ids := tokenizer.encode("éa日"), Options(logprobs=0))]
-    call = Call(asked, True, False, True, repeated={"metadata": {}})
+    call = Call(asked, True, False, True, own={"metadata": {}})
     reply, events = ResponsesReply(call, Vocabulary(tokenizer), NAME), []
     result = alone(port.model, "in", max_new_tokens=2)
     for n, (i, text) in enumerate(zip(ids, ["", "é", "a", "", "", ""], strict=True)):

@@ -42,7 +42,7 @@ class Call:
       calls: form of tool calls in the answer and names of the tools; None if it can only be text.
       echo: the text of each request's prompt, if the answer repeats it; else empty.
       empty: whether only the prompt is to be read.
-      repeated: fields of the body that a response repeats.
+      own: what only the replies of its endpoint read.
     """
 
     requests: list[Request]
@@ -52,7 +52,7 @@ class Call:
     calls: tuple[CallForm, Sequence[str]] | None = None
     echo: Sequence[str] = ()
     empty: bool = False
-    repeated: Json = field(default_factory=dict)
+    own: Json = field(default_factory=dict)
 
 
 def completion_call(

@@ -1,7 +1,7 @@
 """`POST /infill` as llama.cpp's server has it: what its plug-ins for editors send and read."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from medusa_jax.api import Model, Options
@@ -26,23 +26,10 @@ DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 END_BIAS = math.log(6)
 
 
-@dataclass(frozen=True)
-class InfillCall(Call):
-    """A checked body of `/infill`.
-
-    Attributes:
-      text: the prompt.
-      fields: paths of the answer's fields to send, such as "timings/prompt_n"; empty: all.
-    """
-
-    text: str = ""
-    fields: tuple[str, ...] = ()
-
-
 def infill_call(
     body: Any, name: str, model: Model, most_prompt: int, most_new: int
-) -> InfillCall:
-    """Read a body of `/infill`, for the model of this name.
+) -> Call:
+    """Read a body of `/infill`, for the model of this name; `own` has the prompt's text and `response_fields`.
 
     Args:
       most_prompt, most_new: most tokens of a prompt and of a text.
@@ -79,9 +66,9 @@ def infill_call(
         options = replace(options, temperature=0.0, logit_bias=tuple(biases.items()))
     lines = call.requests[0].lines or Lines()
     requests = [replace(one, options=options, lines=lines) for one in call.requests]
-    text, fields_sent = tokenizer.decode(prompt, skip_special=False), tuple(map(str, paths))
-    settings: Json = vars(call) | {"requests": requests}
-    return InfillCall(**settings, text=text, fields=fields_sent)
+    text = tokenizer.decode(prompt, skip_special=False)
+    own = {"prompt": text, "response_fields": [*map(str, paths)]}
+    return replace(call, requests=requests, own=own)
 
 
 def _needed(fields: BodyFields, name: str) -> str:
@@ -93,8 +80,6 @@ def _needed(fields: BodyFields, name: str) -> str:
 
 class InfillReply(Reply):
     """Builds llama.cpp's answer to one call of `/infill`."""
-
-    call: InfillCall
 
     def whole(self) -> Any:
         """Return the object of a call that does not stream; a list for several choices."""
@@ -139,7 +124,7 @@ class InfillReply(Reply):
             "tokens_predicted": n_new,
             "tokens_evaluated": n_prompt,
             "generation_settings": {name: getattr(options, name) for name in names},
-            "prompt": call.text,
+            "prompt": call.own["prompt"],
             "has_new_line": "\n" in result.text,
             "truncated": False,
             "stop_type": stop,
@@ -153,8 +138,9 @@ class InfillReply(Reply):
                 "draft_n_accepted": ending.accepted_drafts,
             },
         }
-        inner = ((path, _inner(answer, path)) for path in call.fields)
-        return {path: x for path, x in inner if x is not None} if call.fields else answer
+        paths = call.own["response_fields"]  # such as "timings/prompt_n"; empty: all
+        inner = ((path, _inner(answer, path)) for path in paths)
+        return {path: x for path, x in inner if x is not None} if paths else answer
 
 
 def _times(name: str, n: int, seconds: float) -> Json:

@@ -112,7 +112,7 @@ def responses_call(body: Any, *settings: Any) -> Call:
         param = error.param and _renamed(error.param)
         raise HttpError(error.status, message, param, error.code) from error
     repeated = {name: given.get(name, default) for name, default in REPEATED.items()}
-    return dataclasses.replace(call, repeated=repeated)
+    return dataclasses.replace(call, own=repeated)
 
 
 def _renamed(name: str) -> str:
@@ -210,7 +210,7 @@ class ResponsesReply(Reply):
             "output": [],
             "store": False,
             "usage": None,
-            **call.repeated,
+            **call.own,
         }
 
     def whole(self) -> Json:
