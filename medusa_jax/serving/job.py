@@ -10,7 +10,7 @@ import numpy as np
 
 from medusa_jax.api import Model, Options, StoppingText
 from medusa_jax.api.results import logprobs_of_row, results_of
-from medusa_jax.constraints.guide import SLOW_MASKS, Guide, Patience
+from medusa_jax.constraints.guide import Guide
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.request import DecodeRequest
@@ -266,7 +266,4 @@ def make_job(
         decode.penalties = [asked]
     rules = model.tokenizer, options.stop, request.stop_ids, request.min_tokens, prompt
     text = LineText(request.lines, *rules) if request.lines else StoppingText(*rules)
-    job = Job(request, decode, text, model.tokenizer, handle, deliver)
-    if job.guide:
-        job.guide.patience = Patience(SLOW_MASKS)
-    return job
+    return Job(request, decode, text, model.tokenizer, handle, deliver)

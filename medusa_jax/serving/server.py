@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from medusa_jax.api import Model
 from medusa_jax.console import log
+from medusa_jax.constraints.guide import SLOW_MASKS, Patience
 from medusa_jax.errors import between, first_line
 from medusa_jax.serving.batch import LEAST_SLOTS, Batch
 from medusa_jax.serving.engines import Engines
@@ -214,13 +215,13 @@ class Server:
             make_job(self.model, request, self.most_prompt, self.most_new, handle, each)
             for request, handle, each in zip(requests, handles, delivers)
         ]
+        patience = Patience(SLOW_MASKS)  # of all choices of one call
         for job in jobs:
             job.submitted_at = arrived or job.submitted_at
+            if job.guide:
+                job.guide.patience = patience
             if self.learner:
                 job.deliver = partial(self._deliver, job, job.deliver)
-        guides = [job.guide for job in jobs if job.guide]
-        for guide in guides:  # choices of one call
-            guide.patience = guides[0].patience
         with self._wake:
             if not self.running:
                 raise Stopped("the server is closed")
