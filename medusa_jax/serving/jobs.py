@@ -21,7 +21,7 @@ class Row:
       cached: tokens of the text in its cache, also after its request has ended.
       drafted: number of these that the drafter has read; plain decoding does not advance it.
       job: the request that occupies the row.
-      used: the turn in which a text was last left in the row.
+      used: number of the last text that was left in it, among those of all rows.
     """
 
     cached: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -41,7 +41,6 @@ class Jobs:
       waiting: without a row, in the order of their arrival.
       parked: taken out of the batch, since their texts outgrow its slots.
       rows: of the largest batch.
-      turn: number of the scheduler's turn.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -49,7 +48,7 @@ class Jobs:
         self.waiting: deque[Job] = deque()
         self.parked: dict[Job, Reading] = {}
         self.rows = [Row() for _ in range(max(batch.engines.trees))]
-        self.turn = 0
+        self._left = 0  # texts that were left in rows
 
     @property
     def running(self) -> dict[int, Job]:
@@ -93,7 +92,8 @@ class Jobs:
         """Record the text that a row without a request has for reuse."""
         row = self.rows[at]
         row.keep(text, drafted)
-        row.job, row.used = None, self.turn
+        self._left += 1
+        row.job, row.used = None, self._left
 
     def crop(self, n_rows: int, slots: int) -> None:
         """Shorten the rows' texts to what a batch of this size keeps."""

@@ -76,7 +76,6 @@ class Scheduler:
 
         If not, `busy` and `waiting` show whether requests wait for programs.
         """
-        self._jobs.turn += 1
         self._jobs.drop_cancelled()
         self._reader.drop_cancelled()
         any_returned = self._return_rows()
