@@ -134,9 +134,8 @@ class Chunks:
 
     def _ready_or_refuse(self, group: Group) -> bool:
         """Return whether a group's programs are ready; if not, queue them, or fail its requests."""
-        programs = Programs(group, self._batch.rows, self._batch.slots)
         try:
-            return self._room.compiler.ready_or_queue(programs)
+            return self._room.ready_or_queue(group, self._batch.rows, self._batch.slots)
         except NotCompiled as error:
             jobs = self._jobs.running.values()
             self._jobs.refuse([job for job in jobs if job.group == group], error)

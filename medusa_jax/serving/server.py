@@ -181,7 +181,8 @@ class Server:
           Busy: the queue is full, and they wait for others that are being prepared.
         """
         with self._wake:
-            self._check_queue(self.waiting if waits else 0)
+            if waits:
+                self._check_queue(self.waiting)
             now = time.perf_counter()
             self._arrivals[now] = n
         try:
