@@ -1,8 +1,8 @@
 """JSON schemas for llguidance: annotations are dropped, and keywords that it misreads are rewritten or refused."""
 
+import re
 from typing import Any
 
-from medusa_jax.constraints.patterns import without_null
 from medusa_jax.errors import UserError
 
 # The formats that llguidance knows; any other one is an annotation.
@@ -23,6 +23,8 @@ LEAST, LARGEST = -(2**63), 2**63 - 1
 MOST_OF = ("maxLength", "maxItems", "maxProperties")
 LEAST_OF = ("minLength", "minItems", "minProperties")
 LONGEST = 2**31
+# A part of a regular expression: an escaped character, a set, or any other character.
+PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^][\\])*\]|.", re.DOTALL)
 
 
 def served_schema(schema: Any) -> Any:
@@ -127,3 +129,18 @@ def _constants(schema: Any, root: Any) -> set[tuple[bool, Any]]:
     if not isinstance(values, list) or any(isinstance(v, dict | list) for v in values):
         return set()
     return {(type(v) in (int, float), v) for v in values}  # 1 is 1.0, and not true
+
+
+def without_null(pattern: str) -> str:
+    """Take the null character out of every set.
+
+    In llguidance 1.9 a set that contains it also matches escaped quotes and backslashes: `[^"]*` matches `a\\"b`.
+
+    Example: `[^"]+` becomes `[[^"]--\\x00]+`.
+    """
+
+    def replaced(part: re.Match[str]) -> str:
+        is_set = len(part[0]) > 2 and part[0].startswith("[")
+        return rf"[{part[0]}--\x00]" if is_set else part[0]
+
+    return PART.sub(replaced, pattern)
