@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
+from medusa_jax.api.form import Form
 from medusa_jax.arch import STORED, HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.files import hf
@@ -21,8 +21,6 @@ from medusa_jax.heads.draft_model import MODEL, DraftModelConfig
 from medusa_jax.heads.names import split_drafter
 from medusa_jax.heads.registry import drafter_class, is_baseline
 from medusa_jax.model.convert import place_part
-from medusa_jax.model.kernels import Kernels
-from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer, has_tokenizer, load_tokenizer
 from medusa_jax.whole_files import Json
@@ -82,18 +80,13 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
 
 
 def load_baseline(
-    baseline: Baseline,
-    tokenizer: Tokenizer,
-    dtype: DTypeLike,
-    mesh: Mesh,
-    storage: Storage,
-    kernels: Kernels,
+    baseline: Baseline, tokenizer: Tokenizer, form: Form, mesh: Mesh
 ) -> tuple[HeadsConfig, Params]:
     """Return its configuration, and its parameters in decoding form ({} if it has none).
 
     Args:
       tokenizer: the backbone's; a draft model's tokenizer, if both exist, must agree with it.
-      storage: the form of kernels, for the draft model as for the backbone.
+      form: of the draft model as of the backbone.
 
     Raises:
       UserError: a draft model that cannot be read or has another tokenizer.
@@ -107,8 +100,10 @@ def load_baseline(
             f"the draft model {baseline.path} has another tokenizer than the model: its tokens "
             "would mean something else"
         )
-    place = partial(place_part, dtype=dtype, mesh=mesh, storage=storage, kernels=kernels)
+    place = partial(
+        place_part, dtype=form.dtype, mesh=mesh, storage=form.storage, kernels=form.kernels
+    )
     arch, params = hf.load_backbone(
-        directory, mesh, str(dtype), place, storage.weights == STORED
+        directory, mesh, str(form.dtype), place, form.storage.weights == STORED
     )
     return dataclasses.replace(baseline.config, arch=arch), {MODEL: params}  # type: ignore[call-arg]

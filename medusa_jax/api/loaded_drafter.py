@@ -153,7 +153,5 @@ def open_drafter(
         return LoadedDrafter(drafter, files=files)
     from medusa_jax.api.baselines import load_baseline
 
-    heads, params = load_baseline(
-        source, tokenizer, form.dtype, mesh, form.storage, form.kernels
-    )
+    heads, params = load_baseline(source, tokenizer, form, mesh)
     return LoadedDrafter(make_drafter(heads, base.config), params)
