@@ -71,7 +71,8 @@ def _call(fields: BodyFields) -> Json:
     """Return a tool call. Missing or blank arguments become {}, since templates print an object."""
     function = fields.inside("function")
     name = function.text("name")
-    fields.text("id"), fields.whole("index", 0, 0)
+    fields.text("id")
+    fields.whole("index", 0, 0)
     if fields.text("type", "function") != "function" or not name:
         raise fields.refused("function", "should have a 'name'")
     arguments: Any = function.take("arguments", (str, dict), "an object of JSON", "")

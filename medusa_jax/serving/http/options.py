@@ -153,7 +153,9 @@ def _response_format(fields: BodyFields) -> Form | None:
     holder = schema_format
     if kind == "json_schema" and "schema" not in schema_format.body:
         holder = schema_format.inside("json_schema")
-        holder.text("name"), holder.text("description"), holder.flag("strict")
+        holder.text("name")
+        holder.text("description")
+        holder.flag("strict")
     schema = holder.take("schema", ANYTHING, "a JSON schema", None)
     if kind == "json_object" and schema in (None, {}, True):
         return name, {"json_object": True}

@@ -130,7 +130,8 @@ def _tool(tool: BodyFields) -> tuple[str, Any]:
         schema = served_schema(schema)
     except (UserError, TypeError, ValueError, RecursionError) as error:
         raise HttpError(400, f"'parameters' of {name!r}: {error}", "tools") from error
-    function.text("description"), function.flag("strict")
+    function.text("description")
+    function.flag("strict")
     function.take("return", (dict,), subject, {})  # transformers' `get_json_schema`
     return name, schema
 
