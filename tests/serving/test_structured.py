@@ -21,7 +21,7 @@ from medusa_jax.constraints import Grammars, constraint_of, grammars, guide
 from medusa_jax.constraints.guide import Guide, Patience
 from medusa_jax.decoding import constrained
 from medusa_jax.serving import Request, job
-from medusa_jax.serving.http.app import Limits
+from medusa_jax.serving.http import Limits
 from medusa_jax.text.chat import encode_prompt
 
 pytest.importorskip("llguidance")

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -31,27 +30,6 @@ HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # a proxy in front must not hold pieces back
 ]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits on one client.
-
-    Attributes:
-      body_bytes: size of a call's body.
-      seconds: time for an answer, waiting and compiling a constraint included.
-      read_seconds: time for a client to send its body, and to read anything of its answer.
-      head_seconds: time for a client to send the head of a request after its first byte.
-      idle_seconds: time that a connection may be idle between requests.
-      connections: open connections; beyond it, the oldest that waits for its client is closed.
-    """
-
-    body_bytes: int = 1 << 20
-    seconds: float = 600.0
-    read_seconds: float = 30.0
-    head_seconds: float = 10.0
-    idle_seconds: int = 30
-    connections: int = 1000
 
 
 class ClientGone(Exception):

@@ -24,8 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from medusa_jax.console import log
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.weight_bytes import stored_as
-from medusa_jax.serving.http.answer import Answer, ClientGone, Events, Limits, unless_gone
+from medusa_jax.serving.http.answer import Answer, ClientGone, Events, unless_gone
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
+from medusa_jax.serving.http.connections import Limits
 from medusa_jax.serving.http.fields import ERRORS, HttpError, refusal
 from medusa_jax.serving.http.infill import InfillReply, infill_call
 from medusa_jax.serving.http.metrics import Metrics

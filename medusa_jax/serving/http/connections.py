@@ -1,6 +1,7 @@
 """The listening side: connections with deadlines, and a limit on their number."""
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -8,10 +9,29 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from medusa_jax.serving.http.answer import Limits
-
 # Connections accepted in one go, before any of them is counted.
 BACKLOG = 128
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on one client.
+
+    Attributes:
+      body_bytes: size of a call's body.
+      seconds: time for an answer, waiting and compiling a constraint included.
+      read_seconds: time for a client to send its body, and to read anything of its answer.
+      head_seconds: time for a client to send the head of a request after its first byte.
+      idle_seconds: time that a connection may be idle between requests.
+      connections: open connections; beyond it, the oldest that waits for its client is closed.
+    """
+
+    body_bytes: int = 1 << 20
+    seconds: float = 600.0
+    read_seconds: float = 30.0
+    head_seconds: float = 10.0
+    idle_seconds: int = 30
+    connections: int = 1000
 
 
 def make_listener(app: Starlette, limits: Limits, drain: int = 60) -> uvicorn.Server:
