@@ -118,11 +118,11 @@ class Model(LoadedModel):
         compiling.steps()
         start = time.perf_counter()
         begun = jax.block_until_ready(generation.begin(engine, variables, request))
-        middle = time.perf_counter()
+        prefilled = time.perf_counter()
         progress = generation.finish(engine, variables, request, *begun)
         progress = jax.block_until_ready(progress)
         end = time.perf_counter()
-        seconds = (middle - start, end - middle, compiling.seconds)
+        seconds = (prefilled - start, end - prefilled, compiling.seconds)
         return results_of(self.tokenizer, rows, request, progress, seconds)
 
     @overload
