@@ -9,8 +9,8 @@ A turn uses only programs that are ready (`programs.py`). A request whose progra
 lets later ones go first. If a text outgrows the slots for which programs are ready, its row is parked
 until larger programs exist, since no row can step next to a full one.
 
-The parts: `jobs.py` (where each request is), `room.py` (the batch's size), `prompts.py` (reading prompts),
-`chunks.py` (steps and their results), `ladder.py` (sizes of trees).
+The parts: `jobs.py` (where each request is), `room.py` (the batch's size), `prompt_reader.py`, `chunks.py` (steps and
+their results), `ladder.py` (sizes of trees).
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs, tell
 from medusa_jax.serving.programs import Compiler, NotCompiled
-from medusa_jax.serving.prompts import PromptReader
+from medusa_jax.serving.prompt_reader import PromptReader
 from medusa_jax.serving.request import Stopped
 from medusa_jax.serving.room import Room
 
