@@ -86,7 +86,10 @@ def bound(seconds: float, most_bytes: int) -> None:
 
 
 def main() -> None:
-    """Answer the request on stdin with a line; a second one replaces it if it comes in time."""
+    """Print the answer to the request on stdin as one line.
+
+    For a Lark grammar a second line follows if a slower check ends in time; the parent takes the last line.
+    """
     request = json.load(sys.stdin)
     sys.path = request.pop("paths")
     bound(request.pop("seconds"), request.pop("most_bytes"))

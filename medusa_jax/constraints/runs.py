@@ -19,7 +19,9 @@ LONGEST = 96
 
 
 class Layout:
-    """The blanks of a JSON text so far, by depth and the character before them, or the bracket after them.
+    """Which blanks a JSON text has had so far.
+
+    They are kept by depth and by the character before them; before a closing bracket, by the bracket.
 
     Attributes:
       last: the last byte, blanks outside of strings aside.

@@ -42,7 +42,7 @@ class Reading:
 
     Attributes:
       row: the state.
-      prompt: all tokens; [0, position) are in its cache.
+      prompt: the prompt, of which [0, position) is in the cache; empty for a parked row.
       group: the request's group; its rule draws the first token.
     """
 
@@ -82,7 +82,8 @@ class Batch:
     def __init__(self, engines: Engines, most_new: int, piece: int) -> None:
         self.engines, self._engine = engines, engines.common
         self._variables_by = engines.model.variables_by
-        # For each row, whether its drafter read the text with the heads of a rule that depends on them.
+        # By row: whether its drafter's state is of the heads for rules that read drafts (`Model.variables_by`); others
+        # cannot reuse it.
         self._by_drafts = [False] * max(engines.trees)
         self.pieces = piece_sizes(piece)
         self._sizes = rows.Sizes(output_slots(self._engine, most_new), MOST_ENDS)

@@ -21,8 +21,8 @@ class Engines:
       trees: the tree for each number of rows.
       common: the engine of programs that all groups share.
       with_logprobs: the same with log-probabilities.
-      sizes: trees that chunks may take instead.
-      widest: most tokens of one text in a pass; it needs as many free slots.
+      sizes: the trees that the ladder chooses among.
+      widest: the most tokens that a step writes to a row's cache; so many slots must be free.
       longest: most tokens that a step without constraints appends.
     """
 
@@ -32,8 +32,8 @@ class Engines:
         all_trees = [*trees.values(), *self.sizes]
         deepest = max(all_trees, key=lambda tree: tree.drafted.depth)
         engine = model.engine(deepest, "sampled", sampled=True)
-        # Depends only on the tree's depth (`Engine.depth_only`), so all trees share all programs except the step.
-        # A tree with copies, so that all states have the text.
+        # All programs but the step depend on the tree's depth alone (`Engine.depth_only`), so all trees share those of
+        # the deepest. It has copies, so that all states have the text.
         copies = Tree.copies(deepest.depth)
         self.longest = stand_in([*all_trees, copies]).path_length
         chain = Tree.copies(constrained.MANY)

@@ -97,11 +97,11 @@ class Job:
       row: number of its row in the batch, which `Jobs` sets; None until its prompt has been read.
       reused: as `Ending.reused_tokens`.
       depth: of the deepest tree of its steps.
-      drafted: tokens of the prompt that the drafter has read; with a gap, of the text up to it.
-      has_gap: steps without drafts have left a gap in the drafter's state.
+      drafted: number of tokens of the prompt that the drafter has read; with a gap, of the text before it.
+      has_gap: whether steps without drafts have left a gap in the drafter's state.
       drafts: as in `Ending`.
       histogram_L: steps that appended 1, 2, ... tokens, as far as the host has read.
-      counts_3L: accepted and tested drafts (`Ladder`).
+      counts_3L: by depth, the drafts that were accepted, tested, and expected to be accepted (`Ladder.count`).
     """
 
     request: Request

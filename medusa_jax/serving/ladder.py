@@ -103,7 +103,7 @@ class Ladder:
         """Return the nodes of the next chunk's tree, and of the fastest one, which may lack programs.
 
         Args:
-          first: nodes to begin with.
+          first: nodes of the size to take until a chunk of it has been timed.
           counts_R3L: of the requests that step.
           ready: nodes of the sizes that have programs, `first` among them.
         """

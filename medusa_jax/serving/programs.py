@@ -28,7 +28,11 @@ NICE = 10
 
 
 class Programs(NamedTuple):
-    """The programs of a group of requests at one size of the batch; without `nodes`, their tree is that for the rows."""
+    """The programs of a group of requests at one size of the batch.
+
+    Attributes:
+      nodes: of the tree that the ladder chose; None: the server's tree for this number of rows.
+    """
 
     group: Group
     rows: int

@@ -34,7 +34,7 @@ def score_prompt(
         has none.
       piece: tokens read at a time, a power of two; by default as the server reads.
       slots: least size of the cache, a power of two; each size has a program.
-      wanted: asked before each piece; if it is not, the rest has no scores.
+      wanted: called before each piece; once it returns False, the rest of the prompt stays without scores.
     """
     if n is None:
         return Delta([(text, 0)], list(ids), [], [])

@@ -87,7 +87,7 @@ class Ending:
       result: the whole answer; its times include steps of other requests.
       waited_seconds: from the request's arrival until reading its prompt began.
       reused_tokens: prompt tokens taken from a row's cache.
-      drafts: of each step, the number of verified drafts; perhaps of further steps, after the text's end.
+      drafts: how many drafts each step verified; steps that the device took after the text's end may follow.
     """
 
     result: Result

@@ -131,7 +131,7 @@ class Server:
 
     @property
     def preparing(self) -> int:
-        """HTTP requests before they are submitted: tokenised, scored, their constraints compiled."""
+        """Number of HTTP requests that are still being tokenised or scored, or whose constraints are being compiled."""
         return sum([*self._arrivals.values()])
 
     @property
@@ -155,7 +155,7 @@ class Server:
 
     @property
     def ready(self) -> bool:
-        """Whether a first request need not wait for what `prepare` compiles."""
+        """Whether no program that `prepare` asked for is left to compile."""
         return not self._compiler.is_queued(self._first)
 
     @property
@@ -243,7 +243,7 @@ class Server:
     ) -> None:
         """Compile the programs for texts of up to this many tokens while no request is answered.
 
-        Small caches come first, and in these few rows and the first groups.
+        Programs for small caches are compiled first; of one cache size, those for few rows and the first groups.
 
         Args:
           wait: return only when all programs are compiled.

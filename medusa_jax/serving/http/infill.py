@@ -21,8 +21,8 @@ SHARED = "drafts frequency_penalty ignore_eos logit_bias model n n_cmpl presence
 SHARED += " n_indent repeat_penalty samplers seed stop stream t_max_predict_ms"
 # llama.cpp's defaults of fields that have others in `/v1/completions`.
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-# Its sampler "infill" draws an end if an end's probability, times 3 and the number of candidates, exceeds that of
-# the text; of the text it keeps the likeliest. Here that is greedy, with this bias for ends: two candidates.
+# Its sampler "infill" ends the text if 3 x candidates x P(end) > P(text), else it keeps the likeliest tokens. Here:
+# greedy decoding that adds log(3 x 2) to the ends, as with two candidates.
 END_BIAS = math.log(6)
 
 

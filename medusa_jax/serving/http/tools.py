@@ -158,8 +158,8 @@ class CallReader:
     Attributes:
       form: of the calls.
       names: of the tools.
-      calls: the calls so far, in OpenAI's form. Of an answer that is cut, by its limit or by a stop string, the last
-        call's arguments may be cut; one that is cut before its arguments is dropped.
+      calls: the calls so far, in OpenAI's form. If the limit or a stop string cuts the answer, its last call may have
+        incomplete arguments; a call without any is dropped.
       half: whether the last call's arguments are cut.
     """
 
