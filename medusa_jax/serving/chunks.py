@@ -11,13 +11,13 @@ from medusa_jax.api.results import NO_SCORES
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.serving.batch import FEW_STEPS, Batch, Reading
+from medusa_jax.serving.batch_size import BatchSize
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Group, Job
 from medusa_jax.serving.jobs import Jobs, tell
 from medusa_jax.serving.ladder import PACE, Ladder
 from medusa_jax.serving.programs import NotCompiled, Programs
 from medusa_jax.serving.request import NoScores, Stopped, TooCostly
-from medusa_jax.serving.room import Room
 from medusa_jax.tree.tree import Tree
 
 
@@ -54,9 +54,14 @@ class Chunks:
     """
 
     def __init__(
-        self, batch: Batch, jobs: Jobs, room: Room, most_steps: int, threads: GuideThreads
+        self,
+        batch: Batch,
+        jobs: Jobs,
+        size: BatchSize,
+        most_steps: int,
+        threads: GuideThreads,
     ) -> None:
-        self._batch, self._jobs, self._room = batch, jobs, room
+        self._batch, self._jobs, self._size = batch, jobs, size
         self._most_steps, self._threads = most_steps, threads
         self.pending: deque[Pending] = deque()
         self.finished = 0
@@ -110,7 +115,7 @@ class Chunks:
 
     def _sized(self, group: Group, jobs: list[Job]) -> Programs:
         """Return the programs of these requests with the size of tree that the ladder chooses."""
-        batch, ladder, compiler = self._batch, self._ladder, self._room.compiler
+        batch, ladder, compiler = self._batch, self._ladder, self._size.compiler
         engines, usual = batch.engines, Programs(group, batch.rows, batch.slots)
         if not (group.drafts and engines.text_is_free(group) and len(engines.sizes) > 1):
             return usual
@@ -135,7 +140,7 @@ class Chunks:
     def _ready_or_refuse(self, group: Group) -> bool:
         """Return whether a group's programs are ready; if not, queue them, or fail its requests."""
         try:
-            return self._room.ready_or_queue(group, self._batch.rows, self._batch.slots)
+            return self._size.ready_or_queue(group, self._batch.rows, self._batch.slots)
         except NotCompiled as error:
             jobs = self._jobs.running.values()
             self._jobs.refuse([job for job in jobs if job.group == group], error)

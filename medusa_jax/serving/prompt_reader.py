@@ -7,11 +7,11 @@ import numpy as np
 from medusa_jax.api.dialogue import shared_start
 from medusa_jax.errors import first_line
 from medusa_jax.serving.batch import Batch, Reading
+from medusa_jax.serving.batch_size import BatchSize
 from medusa_jax.serving.chunks import Chunks
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs, tell
 from medusa_jax.serving.request import Stopped
-from medusa_jax.serving.room import Room
 
 
 class RowPrompt(NamedTuple):
@@ -29,8 +29,8 @@ class PromptReader:
       row_prompt: the request whose prompt is being read.
     """
 
-    def __init__(self, batch: Batch, jobs: Jobs, room: Room, chunks: Chunks) -> None:
-        self._batch, self._jobs, self._room, self._chunks = batch, jobs, room, chunks
+    def __init__(self, batch: Batch, jobs: Jobs, size: BatchSize, chunks: Chunks) -> None:
+        self._batch, self._jobs, self._size, self._chunks = batch, jobs, size, chunks
         self.row_prompt: RowPrompt | None = None
 
     def read(self) -> bool:
@@ -41,7 +41,7 @@ class PromptReader:
             if self.row_prompt is None:
                 return any_read
             job, reading, at = self.row_prompt
-            if not self._room.is_ready(job.group, self._batch.rows, self._batch.slots):
+            if not self._size.is_ready(job.group, self._batch.rows, self._batch.slots):
                 # The batch has grown for others meanwhile: read the prompt again later.
                 self._jobs.waiting.appendleft(job)
                 self._jobs.reserve(None, at)
@@ -67,16 +67,16 @@ class PromptReader:
         batch, self.row_prompt = self._batch, None
         self._jobs.reserve(None, at)
         was_read = reading.position > job.reused
-        if was_read and self._room.is_ready(job.group, batch.rows, batch.slots):
+        if was_read and self._size.is_ready(job.group, batch.rows, batch.slots):
             batch.insert(reading, at)
             self._jobs.leave(at, reading.prompt[: reading.position], job.drafted)
 
     def _begin(self) -> RowPrompt | None:
         """Give a row to the first request of the queue that can have one."""
-        if not self._room.size_for(0)[0]:
+        if not self._size.with_text(0)[0]:
             return None
         jobs = list(self._jobs.waiting)  # `admit_or_refuse` removes some
-        fitting = (job for job in jobs if self._room.admit_or_refuse(job, len(job.prompt)))
+        fitting = (job for job in jobs if self._size.admit_or_refuse(job, len(job.prompt)))
         job = next(fitting, None)
         if job is None:
             return None
@@ -90,7 +90,7 @@ class PromptReader:
     def _begin_in_row(self, job: Job) -> RowPrompt:
         """Give a request the row that loses least, and the start that its prompt shares with any row."""
         batch, prompt = self._batch, np.array(job.prompt, np.int32)
-        self._room.resize(*self._room.size_for(len(prompt)))
+        self._size.resize(*self._size.with_text(len(prompt)))
         rows = self._jobs.rows[: batch.rows]
         # With drafts, the drafter must have read the shared start too.
         lengths = [row.drafted if job.request.drafts else len(row.cached) for row in rows]

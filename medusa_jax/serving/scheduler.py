@@ -9,13 +9,14 @@ A turn uses only programs that are ready (`programs.py`). A request whose progra
 lets later ones go first. If a text outgrows the slots for which programs are ready, its row is parked
 until larger programs exist, since no row can step next to a full one.
 
-The parts: `jobs.py` (where each request is), `room.py` (the batch's size), `prompt_reader.py`, `chunks.py` (steps and
-their results), `ladder.py` (sizes of trees).
+The parts: `jobs.py` (where each request is), `batch_size.py`, `prompt_reader.py`, `chunks.py` (steps and their
+results), `ladder.py` (sizes of trees).
 """
 
 from collections.abc import Mapping
 
 from medusa_jax.serving.batch import Batch
+from medusa_jax.serving.batch_size import BatchSize
 from medusa_jax.serving.chunks import Chunks
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Job
@@ -23,7 +24,6 @@ from medusa_jax.serving.jobs import Jobs, tell
 from medusa_jax.serving.programs import Compiler, NotCompiled
 from medusa_jax.serving.prompt_reader import PromptReader
 from medusa_jax.serving.request import Stopped
-from medusa_jax.serving.room import Room
 
 
 class Scheduler:
@@ -39,9 +39,9 @@ class Scheduler:
         self, batch: Batch, compiler: Compiler, chunk_steps: int, threads: GuideThreads
     ) -> None:
         self._batch, self._jobs = batch, Jobs(batch)
-        self._room = Room(batch, self._jobs, compiler)
-        self._chunks = Chunks(batch, self._jobs, self._room, chunk_steps, threads)
-        self._reader = PromptReader(batch, self._jobs, self._room, self._chunks)
+        self._size = BatchSize(batch, self._jobs, compiler)
+        self._chunks = Chunks(batch, self._jobs, self._size, chunk_steps, threads)
+        self._reader = PromptReader(batch, self._jobs, self._size, self._chunks)
 
     @property
     def slots(self) -> int:
@@ -94,8 +94,8 @@ class Scheduler:
         """Put parked rows back that fit now; returns whether any did."""
         jobs, n_parked = self._jobs, len(self._jobs.parked)
         for job, reading in list(jobs.parked.items()):
-            if self._room.admit_or_refuse(job, job.length):
-                self._room.resize(*self._room.size_for(job.length))
+            if self._size.admit_or_refuse(job, job.length):
+                self._size.resize(*self._size.with_text(job.length))
                 at = jobs.free_row([0] * self._batch.rows)
                 self._chunks.insert(job, reading, at)
         return len(jobs.parked) < n_parked
@@ -114,7 +114,7 @@ class Scheduler:
         if row_prompt:
             lengths[row_prompt.at] = len(row_prompt.job.prompt)
         if lengths:
-            self._room.shrink(lengths, self._chunks.unseen_tokens)
+            self._size.shrink(lengths, self._chunks.unseen_tokens)
 
     def _grow(self, jobs: Mapping[int, Job]) -> None:
         """Grow the batch for these rows, or park them until it can."""
@@ -122,12 +122,12 @@ class Scheduler:
         slots = max(batch.slots_for(job.length) for job in jobs.values())
         groups = {job.group for job in jobs.values()}
         try:
-            compiled = [self._room.ready_or_queue(g, batch.rows, slots) for g in groups]
+            compiled = [self._size.ready_or_queue(g, batch.rows, slots) for g in groups]
         except NotCompiled as error:
             self._jobs.refuse(jobs.values(), error)
             return
         if all(compiled):
-            self._room.resize(batch.rows, slots)
+            self._size.resize(batch.rows, slots)
         else:
             for at, job in jobs.items():
                 self._jobs.park(job, batch.take(at, job.group))

@@ -103,8 +103,8 @@ def test_a_paused_row_is_not_overwritten(model, scheduler):
 
 def test_a_start_is_reused_of_a_row_that_ended_without_room(model, scheduler, monkeypatch):
     """What the steps of others write for it is hidden from a later text, but has to be numbers."""
-    monkeypatch.setattr("medusa_jax.serving.room.ROOMY_TURNS", 4)
-    scheduler._room.resize(2, 256)
+    monkeypatch.setattr("medusa_jax.serving.batch_size.ROOMY_TURNS", 4)
+    scheduler._size.resize(2, 256)
     start = model.encode(LONG)[:100]
     longer, other = Request(start, options(60)), Request("the hat", options(90))
     clients = run(scheduler, {0: [longer, other], 35: [Request(start, options(9))]}, model)
@@ -134,7 +134,7 @@ def test_another_turn_after_the_same_start(model, scheduler):
     """The drafter too goes on from where texts part: drafts are those of a fresh start."""
     start = model.encode("the cat in the hat and the other cat in a hat")
     first, second = (start + model.tokenizer.encode(end) for end in ("abc", "the"))
-    scheduler._room.resize(2, 256)  # where there is a tree
+    scheduler._size.resize(2, 256)  # where there is a tree
     [cold] = run(scheduler, {0: [Request(second, options(40))]}, model)
     run(scheduler, {0: [Request(first, options(30))]}, model)
     [warm] = run(scheduler, {0: [Request(second, options(40))]}, model)

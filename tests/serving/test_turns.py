@@ -10,7 +10,7 @@ import turns
 from turns import TREES, Client, Delayed, InPlace, alone, check, finish, run
 
 from medusa_jax import Options, Tree
-from medusa_jax.serving import Request, Stopped, batch, chunks, room
+from medusa_jax.serving import Request, Stopped, batch, batch_size, chunks
 from medusa_jax.serving.job import BASE, Group
 from medusa_jax.serving.ladder import PACE
 from medusa_jax.serving.programs import Programs
@@ -32,7 +32,7 @@ def make(model, monkeypatch):
         def checked(true):
             def call(*given):
                 group = getattr(given[0], "group", None) or given[1]
-                is_ready = made._room.compiler.is_ready
+                is_ready = made._size.compiler.is_ready
                 assert is_ready(Programs(group, device.rows, device.slots, *given[5:]))
                 return true(*given)
 
@@ -67,7 +67,7 @@ def pool(model):
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_comes_and_goes(model, make, pool, seed, monkeypatch):
     """Texts are those of solo runs, whatever programs are ready and whoever leaves; no start is taken for another."""
-    monkeypatch.setattr(room, "ROOMY_TURNS", [3, 64][seed % 2])
+    monkeypatch.setattr(batch_size, "ROOMY_TURNS", [3, 64][seed % 2])
     rng, clients = random.Random(seed), []
     programs = Delayed(rng, 60 if seed > 1 else 2)
     taken = make(programs)
@@ -162,7 +162,7 @@ def test_pieces_come_at_a_steady_pace(model, make, step, monkeypatch):
 
 
 def test_as_many_rows_as_are_busy(model, make, monkeypatch):
-    monkeypatch.setattr(room, "ROOMY_TURNS", 8)
+    monkeypatch.setattr(batch_size, "ROOMY_TURNS", 8)
     taken = make()
     long = Client(taken, model, asked(3, 90))
     others = [Client(taken, model, asked(3, 6)) for _ in range(2)]

@@ -11,7 +11,7 @@ from medusa_jax.serving.programs import Compiler, NotCompiled, Programs
 ROOMY_TURNS = 64
 
 
-class Room:
+class BatchSize:
     """Decides the size of a batch.
 
     Args:
@@ -24,7 +24,7 @@ class Room:
         self.sizes = sorted(batch.engines.trees)  # numbers of rows
         self._roomy = 0  # consecutive turns that needed less
 
-    def size_for(self, length: int) -> tuple[int, int]:
+    def with_text(self, length: int) -> tuple[int, int]:
         """Return the size for one more text of this length; 0 rows if all are occupied."""
         batch = self.batch
         n_rows = batch.rows
@@ -56,7 +56,7 @@ class Room:
 
         A request for which no row can ever have programs is refused.
         """
-        n_rows, slots = self.size_for(length)
+        n_rows, slots = self.with_text(length)
         try:
             return bool(n_rows) and self.ready_or_queue(job.group, n_rows, slots)
         except NotCompiled as error:
