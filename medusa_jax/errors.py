@@ -22,6 +22,9 @@ class UserError(Exception):
 class Terminated(SystemExit):
     """SIGTERM, raised where Ctrl-C would raise `KeyboardInterrupt`."""
 
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
 
 def stop_signal(error: BaseException | None) -> int:
     """The number of the signal that raised an error, 0 for other errors."""

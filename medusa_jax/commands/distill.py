@@ -21,7 +21,6 @@ ends all after the same batch.
 
 import dataclasses
 import json
-import signal
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -203,17 +202,9 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         chat_template=flags.chat_template, max_turns=flags.max_turns, progress=progress,
     )  # fmt: skip
     new_lines = write_all(writer, path, open_seeds)
-    stopped = n_before + len(new_lines) < len(seeds)
     if not hosts.first():
-        return 128 + signal.SIGTERM if stopped else 0
-    lines = [*old_lines.values(), *new_lines]
-    if stopped:  # one of several processes
-        inform(
-            f"stopped by SIGTERM after {len(lines)} of {len(seeds)} seeds; the same command "
-            "goes on from there"
-        )
-        return 128 + signal.SIGTERM
-    lines.sort(key=lambda line: line["seed"])
+        return 0
+    lines = sorted([*old_lines.values(), *new_lines], key=lambda line: line["seed"])
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     sizes = files.sizes(mode, lines)
     if mode == "continue":

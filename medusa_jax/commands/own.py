@@ -272,9 +272,7 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
             spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
             write_json(out / "own.json", plan)
         if status:
-            raise (
-                Terminated(status) if status == 128 + signal.SIGTERM else KeyboardInterrupt
-            )
+            raise Terminated if status == 128 + signal.SIGTERM else KeyboardInterrupt
 
     part("answers", text / "provenance.json", lambda: distill.run(distill.Flags(
         prompts=flags.questions, out=str(text), limit=plan["job"]["questions"], max_turns=1,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import signal
 import sys
 import time
 from functools import partial
@@ -15,7 +14,7 @@ from medusa_jax.api import Options
 from medusa_jax.api.prompts import equal_batches
 from medusa_jax.commands.decode_job import DecodeJob
 from medusa_jax.console import inform, print_json
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import Terminated, UserError, did_you_mean
 from medusa_jax.progress import ProgressBar
 from medusa_jax.whole_files import Json, parse_json, read_text
 
@@ -91,9 +90,7 @@ def answer_file(job: DecodeJob, *, batch_size: int, show_drafts: bool) -> int:
             sys.stdout.flush()
             bar.update(len(ids))
             if hosts.asked_to_stop(number):
-                n_done = min((number + 1) * batch_size, n)
-                inform(f"stopped by SIGTERM after {n_done} of {n} requests")
-                return 128 + signal.SIGTERM
+                raise Terminated
     spent = time.perf_counter() - began
     inform(
         f"{n} requests, {tokens} tokens in {spent:.1f} s ({compiling:.1f} s of compilation), "

@@ -13,6 +13,7 @@ import numpy as np
 from medusa_jax import hosts
 from medusa_jax.distill.conversation import Take, Turn, continuation, converse, talk
 from medusa_jax.distill.seeds import Seed
+from medusa_jax.errors import Terminated
 from medusa_jax.progress import ProgressBar
 from medusa_jax.whole_files import Json
 
@@ -117,7 +118,8 @@ def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[Json]:
 
     With several processes all decode and process 0 writes.
 
-    Returns: the lines; incomplete if one of several processes received SIGTERM.
+    Raises:
+      Terminated: one of several processes received SIGTERM, and seeds are left.
     """
     lines: list[Json] = []
     with open(path if hosts.first() else os.devnull, "a") as file, writer.progress:
@@ -130,6 +132,6 @@ def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[Json]:
 
         for batch, at in enumerate(range(0, len(seeds), writer.batch_size)):
             writer.answer(seeds[at : at + writer.batch_size], write)
-            if hosts.asked_to_stop(batch):
-                break
+            if hosts.asked_to_stop(batch) and at + writer.batch_size < len(seeds):
+                raise Terminated
     return lines
