@@ -7,7 +7,6 @@ optimised and saved.
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,39 +28,99 @@ from medusa_jax.training.losses import induction, objectives
 from medusa_jax.training.losses.pairs import StepInputs, Sums, text_of
 from medusa_jax.training.optim.optimizer import heads_weight
 
-# (trained, frozen, inputs of the step) -> (loss, sums for the log).
-LossFn = Callable[[PyTree, PyTree, StepInputs], tuple[jax.Array, Sums]]
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # `jax.jit` hashes it, by identity
 class Stage:
     """A training stage: initial values and the loss of one microbatch.
 
     Variables are dicts of groups ("backbone", "lora", "heads"), as in `partition.TABLE`.
 
     Attributes:
-      offsets: for each loss, how many tokens ahead it predicts; 1 for the backbone's.
-      loss: the minimised function.
-      init: (key, existing groups) -> the trained groups that do not exist yet.
+      grouped: makes the backbone from the groups of variables.
+      trains_backbone: whether L_LM is a term of the loss.
       lambda_0: step -> weight of the heads' loss, if it is one of two terms.
-      grouped: builds the backbone from its groups.
       drafter: the heads; None without heads.
-      anchors: number of positions of a row that a step trains, 0: all.
+      view: the heads that the loss covers (`optional.loss_view`); None without heads.
     """
 
-    offsets: tuple[int, ...]
-    loss: LossFn
-    init: Callable[[jax.Array, PyTree], PyTree]
-    lambda_0: Callable[[jax.Array], jax.Array]
+    train: TrainConfig
     grouped: "GroupedBackbone"
-    drafter: Drafter | None = None
-    anchors: int = 0
+    trains_backbone: bool
+    lambda_0: Callable[[jax.Array], jax.Array]
+    drafter: Drafter | None
+    view: Drafter | None
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """For each loss, how many tokens ahead it predicts; 1 for the backbone's."""
+        heads = range(self.view.n_heads) if self.view else ()
+        return (1,) * self.trains_backbone + tuple(k + 2 for k in heads)
+
+    @property
+    def anchors(self) -> int:
+        """Number of positions of a row that a step trains, 0: all."""
+        return self.train.anchors if self.drafter else 0
 
     @property
     def width(self) -> int:
         """E, the width of the hidden states that the loss reads, tapped streams included."""
         llama = self.grouped.llama
         return llama.config.d_model * (1 + len(llama.taps))
+
+    def init(self, key: jax.Array, groups: PyTree) -> PyTree:
+        """Initial values of the trained groups that are not given: "backbone", "lora", "heads"."""
+        out, arch, rank = {}, self.grouped.llama.config, self.grouped.lora.rank
+        if "backbone" not in groups:
+            out["backbone"] = init_params(arch, key)
+        backbone = (groups | out)["backbone"]
+        if rank and "lora" not in groups:
+            out["lora"] = adapters.init_lora(arch, jax.random.fold_in(key, 2), rank)
+        if self.drafter is not None and "heads" not in groups:
+            backbone = Backbone(Llama(arch), backbone)
+            if self.drafter.heads.draft_vocab:
+                backbone = vocabulary.narrowed(backbone, groups[vocabulary.GROUP]["ids"])
+            out["heads"] = self.drafter.init(jax.random.fold_in(key, 1), backbone)
+        return out
+
+    def loss(
+        self, params: PyTree, frozen: PyTree, inputs: StepInputs
+    ) -> tuple[jax.Array, Sums]:
+        """L_LM, sum_k lambda_k L_k (Medusa equation 1), or both (equation 2), and the sums of both, L_LM's first.
+
+        L = L_LM + lambda_0 sum_k lambda_k L_k: one pass of the backbone serves both terms, and the heads' gradient
+        flows into it. A frozen backbone runs once, outside the gradient.
+
+        Args:
+          params, frozen: the trained groups of variables, and the others.
+        """
+        adapter_key = head_key = inputs.dropout_key
+        if self.view is not None and self.trains_backbone and adapter_key is not None:
+            adapter_key, head_key = jax.random.split(adapter_key)
+        groups = frozen | self.grouped.with_adapters(params)
+        backbone = self.grouped.backbone(groups, adapter_key)
+        if not self.trains_backbone:
+            assert self.view is not None
+            hidden_BTE = objectives.hidden_states(backbone, inputs.batch)
+            return objectives.heads_loss(
+                self.view, params["heads"], self.grouped.drafting(groups, adapter_key),
+                lax.stop_gradient(hidden_BTE), self.train, inputs, params.keys(),
+            )  # fmt: skip
+
+        hidden_BTE = backbone.forward(*text_of(inputs.batch))
+        hidden_BTD = hidden_BTE[..., : self.grouped.llama.config.d_model]
+        lm_loss, lm_sums = objectives.next_token_loss(
+            backbone, hidden_BTD, inputs, self.train.loss_chunk, params.keys(),
+            self.grouped.original(frozen),
+        )  # fmt: skip
+        if self.view is None:
+            return lm_loss, lm_sums
+        head_inputs = inputs._replace(dropout_key=head_key, counts_K=inputs.counts_K[1:])
+        loss, head_sums = objectives.heads_loss(
+            self.view, params["heads"], self.grouped.drafting(groups, adapter_key),
+            hidden_BTE, self.train, head_inputs, params.keys(),
+        )  # fmt: skip
+        sums = jax.tree.map(lambda s, t: jnp.concatenate([s, t]), lm_sums, head_sums)
+        return lm_loss + inputs.lambda_0 * loss, sums
 
     def metrics(self, sums: Sums, counts_K: jax.Array) -> dict[str, jax.Array]:
         """Means over the counted pairs: loss in nats, top-1 and top-5 accuracy, each [K].
@@ -110,23 +169,12 @@ def make_stage(
         taps=drafter.taps if drafter else (),
     )
     grouped = GroupedBackbone(llama, lora, train.backbone_loss == "kl")
-    init = partial(fresh_groups, arch, drafter, lora.rank)
     lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
-    offsets: tuple[int, ...] = (1,) if trains_backbone else ()
     view = None
     if drafter is not None:
         check_terms(train, drafter)
         view = loss_view(drafter, train.levels)
-        offsets += tuple(k + 2 for k in range(view.n_heads))
-    return Stage(
-        offsets,
-        loss=StageLoss(grouped, train, view, trains_backbone),
-        init=init,
-        lambda_0=lambda_0,
-        grouped=grouped,
-        drafter=drafter,
-        anchors=train.anchors if drafter else 0,
-    )
+    return Stage(train, grouped, trains_backbone, lambda_0, drafter, view)
 
 
 def check_terms(train: TrainConfig, drafter: Drafter) -> None:
@@ -179,78 +227,3 @@ class GroupedBackbone:
             return None
         teacher = frozen["teacher" if "teacher" in frozen else "backbone"]
         return Backbone(self.llama.clone(taps=()), teacher)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # `jax.jit` hashes it, by identity
-class StageLoss:
-    """The loss of a stage: L_LM, sum_k lambda_k L_k (Medusa equation 1), or both (equation 2).
-
-    L = L_LM + lambda_0 sum_k lambda_k L_k: one pass of the backbone serves both terms, and the heads' gradient
-    flows into it. A frozen backbone runs once, outside the gradient. The sums of both terms are one after the
-    other, the backbone's first.
-
-    Attributes:
-      grouped: makes the backbone from the groups of variables.
-      drafter: as `optional.loss_view` returns it; None without heads.
-      trains_backbone: whether L_LM is a term.
-    """
-
-    grouped: GroupedBackbone
-    train: TrainConfig
-    drafter: Drafter | None
-    trains_backbone: bool
-
-    def __call__(
-        self, params: PyTree, frozen: PyTree, inputs: StepInputs
-    ) -> tuple[jax.Array, Sums]:
-        """The loss and its sums.
-
-        Args:
-          params, frozen: the trained groups of variables, and the others.
-        """
-        adapter_key = head_key = inputs.dropout_key
-        if self.drafter is not None and self.trains_backbone and adapter_key is not None:
-            adapter_key, head_key = jax.random.split(adapter_key)
-        groups = frozen | self.grouped.with_adapters(params)
-        backbone = self.grouped.backbone(groups, adapter_key)
-        if not self.trains_backbone:
-            assert self.drafter is not None
-            hidden_BTE = objectives.hidden_states(backbone, inputs.batch)
-            return objectives.heads_loss(
-                self.drafter, params["heads"], self.grouped.drafting(groups, adapter_key),
-                lax.stop_gradient(hidden_BTE), self.train, inputs, params.keys(),
-            )  # fmt: skip
-
-        hidden_BTE = backbone.forward(*text_of(inputs.batch))
-        hidden_BTD = hidden_BTE[..., : self.grouped.llama.config.d_model]
-        lm_loss, lm_sums = objectives.next_token_loss(
-            backbone, hidden_BTD, inputs, self.train.loss_chunk, params.keys(),
-            self.grouped.original(frozen),
-        )  # fmt: skip
-        if self.drafter is None:
-            return lm_loss, lm_sums
-        head_inputs = inputs._replace(dropout_key=head_key, counts_K=inputs.counts_K[1:])
-        loss, head_sums = objectives.heads_loss(
-            self.drafter, params["heads"], self.grouped.drafting(groups, adapter_key),
-            hidden_BTE, self.train, head_inputs, params.keys(),
-        )  # fmt: skip
-        sums = jax.tree.map(lambda s, t: jnp.concatenate([s, t]), lm_sums, head_sums)
-        return lm_loss + inputs.lambda_0 * loss, sums
-
-
-def fresh_groups(
-    arch: LlamaConfig, drafter: Drafter | None, rank: int, key: jax.Array, groups: PyTree
-) -> PyTree:
-    """Initial values of the trained groups that are not given: "backbone", "lora", "heads"."""
-    out = {}
-    if "backbone" not in groups:
-        out["backbone"] = init_params(arch, key)
-    backbone = (groups | out)["backbone"]
-    if rank and "lora" not in groups:
-        out["lora"] = adapters.init_lora(arch, jax.random.fold_in(key, 2), rank)
-    if drafter is not None and "heads" not in groups:
-        backbone = Backbone(Llama(arch), backbone)
-        if drafter.heads.draft_vocab:
-            backbone = vocabulary.narrowed(backbone, groups[vocabulary.GROUP]["ids"])
-        out["heads"] = drafter.init(jax.random.fold_in(key, 1), backbone)
-    return out

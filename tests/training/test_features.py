@@ -28,6 +28,7 @@ from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.evaluation import Evaluator
 from medusa_jax.training.losses import objectives
 from medusa_jax.training.losses.pairs import StepInputs, pair_counts
+from medusa_jax.training.stage import Stage
 
 ROW = 16 * 16 * 4  # bytes of a row of 16 tokens, 16 wide, in float32
 
@@ -125,9 +126,9 @@ def test_passes_without_gradient_are_split_like_a_step(
 
         return run
 
-    stage = dataclasses.replace(stage, loss=watched(stage.loss))
-    for module, name in ((estimate, "head_ranks"), (objectives, "hidden_states")):
-        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    watch = (Stage, "loss"), (estimate, "head_ranks"), (objectives, "hidden_states")
+    for owner, name in watch:
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     made = dataclasses.replace(cache(cfg, frozen), stage=stage)
     heads = stage.init(jax.random.key(0), frozen)
     Evaluator(stage, make_mesh(), rows_of(cfg, shuffle=False), 8, 8, 8)(heads, frozen)
