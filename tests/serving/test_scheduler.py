@@ -22,7 +22,7 @@ from medusa_jax.decoding.state import Engine, progress_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
-from medusa_jax.serving import Request, batch
+from medusa_jax.serving import Request, batch, chunks
 from medusa_jax.serving.batch import FEW_STEPS
 from medusa_jax.serving.engines import Engines
 from medusa_jax.serving.job import make_job
@@ -147,6 +147,7 @@ def test_rows_copy_from_their_own_texts(model, monkeypatch):
     """One tree copies and another does not; a text's start is what another row has read."""
     # What is barred is not worth copying.
     monkeypatch.setattr(model, "no_repeat_ngram_size", 0)
+    monkeypatch.setattr(chunks, "PACE", 9.0)  # a slow machine takes as many steps by a turn
     copies, spares = Tree.copies(4).choices, [[5], [6], [7], [8]]
     copying = Tree.from_choices([*TREE.choices, *copies], spares)
     assert copying.spares
