@@ -11,7 +11,6 @@ After a fine-tuning, --start HEADS goes on from the heads of the model before it
 import dataclasses
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Sequence
 from os import PathLike, fspath
@@ -23,7 +22,7 @@ from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.commands.verify import certify
 from medusa_jax.config import Config
 from medusa_jax.console import inform
-from medusa_jax.errors import Terminated, UserError
+from medusa_jax.errors import UserError
 from medusa_jax.files.json_files import read_json
 from medusa_jax.files.not_replaced import refuse_model
 from medusa_jax.progress import duration
@@ -267,12 +266,10 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
         inform(f"{name}: about {duration(plan['seconds'][name])}")
         began, spent = time.perf_counter(), plan["spent"]
         try:
-            status = do()
+            do()
         finally:
             spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
             write_json(out / "own.json", plan)
-        if status:
-            raise Terminated if status == 128 + signal.SIGTERM else KeyboardInterrupt
 
     part("answers", text / "provenance.json", lambda: distill.run(distill.Flags(
         prompts=flags.questions, out=str(text), limit=plan["job"]["questions"], max_turns=1,

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import os
-import shlex
 import sys
 import types
 import typing
@@ -11,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.commands.entry import run_main
 from medusa_jax.commands.flags import CommandLine, HostFlags, Parser, flag, host_flags
 from medusa_jax.commands.next_command import print_next
 from medusa_jax.config import (
@@ -24,7 +22,14 @@ from medusa_jax.config import (
 )
 from medusa_jax.console import inform
 from medusa_jax.devices.machine import keep_memory, warn_if_accelerator_unused
-from medusa_jax.errors import Terminated, UserError, did_you_mean, nearest, stop_signal
+from medusa_jax.errors import (
+    STOPS,
+    Terminated,
+    UserError,
+    did_you_mean,
+    nearest,
+    stop_signal,
+)
 from medusa_jax.heads.names import is_module_class
 from medusa_jax.notation import entries
 from medusa_jax.training.data.sources import places
@@ -63,30 +68,8 @@ class FieldsLine(CommandLine[Any]):
         return self.kind(**vars(values) | {"fields": tuple(fields)})
 
 
-class TrainLine(FieldsLine):
-    """Says what goes on after a stop."""
-
-    def __call__(self, argv: Sequence[str] | None = None) -> int:
-        words = sys.argv[1:] if argv is None else argv
-
-        def go() -> int:
-            if not words:
-                self.parser().print_help()
-                return 2
-            status = self.run(self.parse(words))
-            from medusa_jax import hosts  # here, not for --help
-
-            if status and hosts.first():
-                by_file = sys.argv[0].endswith("train.py")
-                program = f"python {sys.argv[0]}" if by_file else "medusa train"
-                inform(f"to go on: {program} {shlex.join(words)}")
-            return status
-
-        return run_main(go)
-
-
 def run(flags: Flags) -> int:
-    """Train by a configuration's file; returns the exit status, as `train`."""
+    """Train by a configuration's file; returns the exit status."""
     cfg, complete = configured(flags)
     from medusa_jax import hosts  # here, not for --help
 
@@ -101,17 +84,17 @@ def run(flags: Flags) -> int:
         try:
             return train(complete(cfg))
         except (KeyboardInterrupt, Terminated) as stop:
-            if cfg.dry_run:
-                raise
-            inform(f"stopped at once; {last_checkpoint(cfg.workdir)}")
-            return 128 + stop_signal(stop)
+            number = stop_signal(stop)
+            if cfg.dry_run:  # keeps nothing to go on with
+                inform(f"stopped by {STOPS[number]}")
+                return 128 + number
+            if not hasattr(stop, "__notes__"):
+                stop.add_note(f"stopped at once; {last_checkpoint(cfg.workdir)}")
+            raise
 
 
 def train(cfg: Config) -> int:
-    """Train, or with `dry_run` only compile.
-
-    Returns: the exit status; of a training that a signal stopped, 128 + the signal's number.
-    """
+    """Train, or with `dry_run` only compile; returns the exit status. Raises as `train_plan`."""
     from medusa_jax.training.plan import RunPlan
 
     plan = RunPlan(cfg, dry=cfg.dry_run)
@@ -129,8 +112,7 @@ def train(cfg: Config) -> int:
 
     use_compilation_cache()  # a resumed run starts at once
     keep_memory()
-    if stopped := train_plan(plan).get("stopped"):
-        return int(128 + stopped)
+    train_plan(plan)
     if line := outlook(plan.workdir):
         inform(line)
     tell_calibration(plan.workdir, plan.model.path, plan.data, plan.heads.drafter)
@@ -216,7 +198,7 @@ def configured(flags: Flags) -> tuple[Config, Callable[[Config], Config]]:
         override(cfg, path, value)
     if module is None:
         raise UserError(
-            "--config=FILE.py is missing, e.g. --config=configs/own.py for a model of yours"
+            "--config=FILE.py is missing, e.g. --config=configs/own.py for a model of yours (see --help)"
         )
     cfg.workdir = flags.workdir or cfg.workdir
     if not cfg.workdir and not cfg.dry_run:
@@ -292,4 +274,4 @@ def reader(kind: Any) -> Callable[[str], Any]:
     return read
 
 
-main = TrainLine("train.py", Flags, run, EXAMPLES)
+main = FieldsLine("medusa train", Flags, run, EXAMPLES, resumes=True)

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict
 
 from medusa_jax import hosts
 from medusa_jax.console import inform
-from medusa_jax.errors import STOPS, UserError
+from medusa_jax.errors import STOPS, Terminated, UserError
 from medusa_jax.training.data.rows import Rows
 from medusa_jax.whole_files import Json, write_json
 
@@ -166,11 +166,11 @@ class StopRequest:
         """Whether to stop after `step`; with several processes all of them must ask after each step."""
         return bool(self.number) or hosts.asked_to_stop(step)
 
-    def report(self, step: int) -> int:
-        """Tell the user that the run has stopped; returns the signal."""
+    def error(self, step: int) -> BaseException:
+        """What the signal raises after `step`, where it was not caught."""
         number = self.number or signal.SIGTERM  # JAX does not say which
-        inform(
-            f"stopped by {STOPS[number]} after step {step}; a checkpoint is saved, the same command "
-            "resumes from there"
+        stop = KeyboardInterrupt() if number == signal.SIGINT else Terminated()
+        stop.add_note(
+            f"stopped by {STOPS[number]} after step {step}; a checkpoint is saved"
         )
-        return int(number)
+        return stop

@@ -32,10 +32,10 @@ from medusa_jax.whole_files import Json, replacing
 def train_plan(plan: RunPlan) -> Json:
     """Start or resume a run.
 
-    Returns: the last metrics, and "stopped", the number of the signal (SIGTERM, SIGINT) that ended it
-      before its last step.
+    Returns: the last metrics.
 
     Raises:
+      Terminated, KeyboardInterrupt: a signal ended it after a step, whose checkpoint is saved.
       UserError: a problem with the data or the machine; the workdir holds files of others, or another process trains in it.
     """
     refuse_foreign(plan.workdir)
@@ -153,7 +153,7 @@ class Run:
                             self.save(n)
                 if stop and not end:
                     self.checkpoints.wait()
-                    return last | {"stopped": stop_request.report(n)}
+                    raise stop_request.error(n)
             if self.evaluator and start == self.steps:  # a run that was finished before
                 self.figures = {"held_out": self.evaluator(self.state.params, frozen)}
             directory = self.export("export", self.steps)

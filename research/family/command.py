@@ -13,7 +13,6 @@ results are written as JSON, Markdown and a plot.
 import dataclasses
 import json
 import os
-import signal
 from pathlib import Path
 
 from medusa_jax.commands import train
@@ -99,10 +98,8 @@ def train_one(flags: Flags, name: str, seed: int) -> Path:
         inform(f"{name}, seed {seed}: {export} exists, not trained again")
         return run
     inform(f"{name}, seed {seed}: train.py {' '.join(arguments)}")
-    status = train.main(arguments)
-    if status == 128 + signal.SIGTERM:
-        raise SystemExit(status)  # stopped: the same command resumes this training
-    if status or not export.exists():
+    train.run(train.main.parse(arguments))
+    if not export.exists():
         raise UserError(f"training {name} with seed {seed} failed; its command is above")
     return run
 
@@ -171,4 +168,4 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = train.FieldsLine("python -m research family", Flags, run, EXAMPLES)
+main = train.FieldsLine("python -m research family", Flags, run, EXAMPLES, resumes=True)

@@ -104,4 +104,4 @@ def run(flags: Study) -> int:
     return 0
 
 
-main = CommandLine("python -m research recipes", Study, run, EXAMPLES)
+main = CommandLine("python -m research recipes", Study, run, EXAMPLES, resumes=True)

@@ -124,10 +124,6 @@ def train_variant(
             cfg.train.heads_path = exports[fields["heads"]][1]
         os.makedirs(cfg.workdir, exist_ok=True)
         last = train_plan(RunPlan(cfg)) or last
-        if last.get("stopped"):
-            raise SystemExit(
-                128 + last["stopped"]
-            )  # the same command goes on with this run
         export = f"{cfg.workdir}/export"
         has_config = os.path.exists(f"{export}/config.json")
         exports.append((export, f"{export}/heads") if has_config else (study.model, export))

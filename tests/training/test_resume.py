@@ -16,7 +16,7 @@ from cases import thinned
 from training_setup import VOCAB, changes, records, run, tiny_config, training_arch
 
 from medusa_jax.config import DataConfig, HeadsConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import Terminated, UserError
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
 from medusa_jax.training.checkpoint import Checkpoints
@@ -86,7 +86,8 @@ def test_stopped_and_cut_runs_go_on_bit_for_bit(
         raise KeyboardInterrupt
 
     at({2: lambda _: os.kill(os.getpid(), signal.SIGTERM)})
-    run(config(tokens, model, stage), broken)
+    with pytest.raises(Terminated):
+        run(config(tokens, model, stage), broken)
     done = [r["step"] for r in records(broken)]
     assert done == list(range(1, 4)), "SIGTERM during step 3 saves and ends after it"
     free.set()

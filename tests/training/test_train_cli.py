@@ -45,22 +45,28 @@ def test_a_signal_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, cap
         assert words in said
         assert ("Ctrl-C again stops at once" in said) == (number == signal.SIGINT)
         assert (workdir / "checkpoints" / str(step)).is_dir()
-        named = said.splitlines()[-1].removeprefix("to go on: medusa train ")
+        named = said.splitlines()[-1].partition("; to go on: medusa train ")[2]
         assert shlex.split(named) == args
     assert cli.main(shlex.split(named)) == 0
     assert signal.getsignal(signal.SIGINT) is before
     assert [r["step"] for r in records(workdir)] == list(range(1, 9))
 
 
+def test_without_arguments_it_says_what_to_give(capsys):
+    assert cli.main([]) == 2
+    said = capsys.readouterr().err
+    assert "--config=configs/own.py" in said and "see --help" in said
+
+
 def test_dry_run_prints_sizes_before_it_compiles(
     tokens, vicuna, sharegpt, tmp_path, monkeypatch, capsys
 ):
     """Stored memory and the mesh as well; first a sample of the text, if there is one."""
-    shown = []
+    shown, ends = [], [KeyboardInterrupt(), UserError("compiles"), UserError("compiles")]
 
     def compile_step(*_):
         shown.append(capsys.readouterr().out)
-        raise UserError("compiles")
+        raise ends.pop()
 
     monkeypatch.setattr(dry, "compile_step", compile_step)
     file = write_config(tmp_path, tokens, "medusa1")
@@ -69,6 +75,8 @@ def test_dry_run_prints_sizes_before_it_compiles(
     recipe += [f"--config.model.path={vicuna}", f"--config.data.source={sharegpt}"]
     assert cli.main([*recipe, "--config.data.seq_len=256"]) == 2
     said, with_sample = shown
+    assert cli.main([f"--config={file}", "--config.dry_run"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err.endswith("stopped by Ctrl-C\n")  # nothing goes on
     assert "of them counted" in with_sample and "counted" not in said
     assert "devices: data 1, fsdp 1, tensor 1" in said and "trainable" in said
     cfg = tiny_config(tokens, "medusa1")
