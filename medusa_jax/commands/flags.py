@@ -227,7 +227,8 @@ def on_hosts(run: Callable[[Hosted], int]) -> Callable[[Hosted], int]:
     """Run in every process of a run over several hosts; only process 0 prints."""
 
     def in_each(flags: Hosted) -> int:
-        addresses = host_flags(flags)
+        values = values_of(flags, HostFlags)
+        addresses = {name: value for name, value in values.items() if value is not None}
         if is_alone(addresses):
             return run(flags)
         from medusa_jax import hosts  # imports JAX
@@ -237,9 +238,3 @@ def on_hosts(run: Callable[[Hosted], int]) -> Callable[[Hosted], int]:
             return run(flags)
 
     return in_each
-
-
-def host_flags(flags: HostFlags) -> dict[str, str]:
-    """The host flags that were set, by name."""
-    values = values_of(flags, HostFlags)
-    return {name: value for name, value in values.items() if value is not None}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.commands.flags import CommandLine, HostFlags, Parser, flag, host_flags
+from medusa_jax.commands.flags import CommandLine, HostFlags, Parser, flag, on_hosts
 from medusa_jax.commands.next_command import print_next
 from medusa_jax.config import (
     Config,
@@ -71,26 +71,22 @@ class FieldsLine(CommandLine[Any]):
 def run(flags: Flags) -> int:
     """Train by a configuration's file; returns the exit status."""
     cfg, complete = configured(flags)
-    from medusa_jax import hosts  # here, not for --help
-
     if flags.devices is not None:
         from medusa_jax.devices.platforms import simulate_devices
 
         if not cfg.dry_run or flags.devices < 1:
             raise UserError("--devices simulates 1 or more devices for --config.dry_run")
         simulate_devices(flags.devices)
-    hosts.join(host_flags(flags))
-    with hosts.fail_together():
-        try:
-            return train(complete(cfg))
-        except (KeyboardInterrupt, Terminated) as stop:
-            number = stop_signal(stop)
-            if cfg.dry_run:  # keeps nothing to go on with
-                inform(f"stopped by {STOPS[number]}")
-                return 128 + number
-            if not hasattr(stop, "__notes__"):
-                stop.add_note(f"stopped at once; {last_checkpoint(cfg.workdir)}")
-            raise
+    try:
+        return on_hosts(lambda _: train(complete(cfg)))(flags)
+    except (KeyboardInterrupt, Terminated) as stop:
+        number = stop_signal(stop)
+        if cfg.dry_run:  # keeps nothing to go on with
+            inform(f"stopped by {STOPS[number]}")
+            return 128 + number
+        if not hasattr(stop, "__notes__"):
+            stop.add_note(f"stopped at once; {last_checkpoint(cfg.workdir)}")
+        raise
 
 
 def train(cfg: Config) -> int:
