@@ -5,14 +5,15 @@ of a head, and the backbone's LM head where heads share it. A drafter that reads
 fails with an error.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as Spec
 
+from medusa_jax.config import TrainConfig
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.optional import SupportsConfidence
 from medusa_jax.model.backbone import Backbone
@@ -54,53 +55,33 @@ class HeadReads(NamedTuple):
         return Backbone(llama, self.backbone, self.lora, self.ids_O)
 
 
-class LMHead(Protocol):
-    """The logits of one head."""
-
-    def __call__(
-        self, reads: HeadReads, features: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Features [B, T, D] -> logits [B, T, O], and the logit [B, T] of the confidence if it is trained."""
+# (parameters, features [B, T, D]) -> logits [B, T, O], and the logit [B, T] of the confidence if it is trained.
+LMHead = Callable[[HeadReads, jax.Array], tuple[jax.Array, jax.Array | None]]
 
 
-@dataclass(frozen=True)
-class BackboneLMHead:
-    """The LM head of the backbone."""
-
-    llama: Llama
-
-    def __call__(
-        self, reads: HeadReads, features: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
-        return reads.as_backbone(self.llama).lm_head(features), None
+def backbone_logits(
+    llama: Llama, reads: HeadReads, features: jax.Array
+) -> tuple[jax.Array, None]:
+    """The LM head of the backbone, an `LMHead`."""
+    return reads.as_backbone(llama).lm_head(features), None
 
 
-@dataclass(frozen=True)
-class DraftLMHead:
-    """The LM head of draft head k (0-based).
-
-    Attributes:
-      confidence: whether the loss reads the confidence.
-      confidence_gradient: whether the confidence has a gradient to the features.
-    """
-
-    llama: Llama
-    drafter: Drafter
-    k: int
-    confidence: bool
-    confidence_gradient: bool
-
-    def __call__(
-        self, reads: HeadReads, features: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
-        backbone = reads.as_backbone(self.llama)
-        logits = self.drafter.head_logits(reads.heads, backbone, self.k, features)
-        if not self.confidence:
-            return logits, None
-        assert isinstance(self.drafter, SupportsConfidence)
-        if not self.confidence_gradient:
-            features = jax.lax.stop_gradient(features)
-        return logits, self.drafter.confidence(reads.heads, features)
+def head_logits(
+    llama: Llama,
+    drafter: Drafter,
+    k: int,
+    train: TrainConfig,
+    reads: HeadReads,
+    features: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The LM head of draft head k (0-based), an `LMHead`."""
+    logits = drafter.head_logits(reads.heads, reads.as_backbone(llama), k, features)
+    if not train.confidence_weight:
+        return logits, None
+    assert isinstance(drafter, SupportsConfidence)
+    if not train.confidence_gradient:
+        features = jax.lax.stop_gradient(features)
+    return logits, drafter.confidence(reads.heads, features)
 
 
 class Head(NamedTuple):

@@ -6,6 +6,7 @@ The sums are computed chunk by chunk in `streamed.py`; `training/stage.py` adds 
 import dataclasses
 import math
 from collections.abc import Collection
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,11 @@ from medusa_jax.sharding import Params, split_rows
 from medusa_jax.training.data import hidden_store
 from medusa_jax.training.losses.induction import induction_loss
 from medusa_jax.training.losses.lm_heads import (
-    BackboneLMHead,
-    DraftLMHead,
     Head,
     HeadArrays,
     HeadReads,
+    backbone_logits,
+    head_logits,
 )
 from medusa_jax.training.losses.packing import LossColumns, RowSplit
 from medusa_jax.training.losses.pairs import Batch, StepInputs, Sums, pair_mask, text_of
@@ -55,7 +56,8 @@ def next_token_loss(
     """
     batch, mesh = inputs.batch, mesh_to_split(backbone)
     arrays, weights = HeadArrays(groups), TermWeights()
-    head = arrays.add(BackboneLMHead(backbone.llama), HeadReads.of_backbone(backbone))
+    logits = partial(backbone_logits, backbone.llama)
+    head = arrays.add(logits, HeadReads.of_backbone(backbone))
     teacher: Head | None = None
     teacher_BTD: jax.Array | None = None
     if original is not None:
@@ -85,7 +87,7 @@ def teacher_of(backbone: Backbone, arrays: HeadArrays) -> Head:
     """The LM head of a teacher, without gradient."""
     reads: HeadReads = lax.stop_gradient(HeadReads.of_backbone(backbone))
     frozen_arrays = HeadArrays((), arrays.arrays)
-    return frozen_arrays.add(BackboneLMHead(backbone.llama), reads)
+    return frozen_arrays.add(partial(backbone_logits, backbone.llama), reads)
 
 
 def mesh_to_split(backbone: Backbone) -> Mesh | None:
@@ -164,11 +166,9 @@ def heads_loss(
         arrays = HeadArrays(groups)
         heads = []
         for k in group.heads:
-            confidence = bool(weights.confidence), train.confidence_gradient
-            lm_head = DraftLMHead(backbone.llama, drafter, k, *confidence)
-            heads.append(
-                arrays.add(lm_head, HeadReads.of_head(drafter, params, backbone, k))
-            )
+            logits = partial(head_logits, backbone.llama, drafter, k, train)
+            reads = HeadReads.of_head(drafter, params, backbone, k)
+            heads.append(arrays.add(logits, reads))
         teacher = teacher_of(backbone, arrays) if weights.read_teacher else None
         split = RowSplit.of(mesh, len(group.labels_BT))
         plan = LossPlan(heads, teacher, weights, arrays.specs, split, train.loss_chunk)
