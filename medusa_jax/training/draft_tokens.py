@@ -1,36 +1,18 @@
 """The draft vocabulary of a run: the tokens that its heads score."""
 
 import os
-from collections.abc import Callable
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.layouts.stored_heads import check_ids
-from medusa_jax.heads import vocabulary
 from medusa_jax.heads.vocabulary import COUNTS, covered, most_frequent
-from medusa_jax.sharding import replicated
 from medusa_jax.training.data.rows import Rows
-from medusa_jax.training.setup import Setup
 from medusa_jax.whole_files import read_array
 
 DRAFT_VOCAB = "draft_vocab.npy"
-
-
-def with_draft_vocab(setup: Setup, mesh: Mesh, choose: Callable[[], np.ndarray]) -> Setup:
-    """Add the draft vocabulary of the initial heads; without one, call `choose`."""
-    start, heads = dict(setup.start), dict(setup.start.get("heads", {}))
-    if vocabulary.GROUP in heads:
-        group = heads.pop(vocabulary.GROUP)
-        start["heads"] = heads
-    else:
-        group = {"ids": jax.device_put(choose(), replicated(mesh))}
-    frozen = setup.frozen | {vocabulary.GROUP: group}
-    return setup._replace(frozen=frozen, start=start)
 
 
 def draft_vocab(

@@ -1,7 +1,6 @@
 """Prepare a run: models, texts, the stage with its rows, the compiled step."""
 
 import os
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from medusa_jax.sharding import PyTree
 from medusa_jax.training.data.features import Cache
 from medusa_jax.training.data.rows import Rows, mix
 from medusa_jax.training.data.texts import Texts, read_texts
-from medusa_jax.training.draft_tokens import DRAFT_VOCAB, draft_vocab, with_draft_vocab
+from medusa_jax.training.draft_tokens import DRAFT_VOCAB, draft_vocab
 from medusa_jax.training.evaluation import Evaluator
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import batch_shapes, compile_step
@@ -37,11 +36,12 @@ def load(plan: RunPlan, is_resumed: bool) -> Inputs:
     vocab_size = plan.arch.vocab_size
     texts = read_texts(data, plan.model.tokenizer_path, plan.workdir, vocab_size)
     if plan.drafter and plan.drafter.heads.draft_vocab:
-        choose = partial(
-            draft_vocab, plan.drafter.heads, vocab_size, mix(texts.train), plan.workdir,
-            data.draft_vocab_from, is_resumed,
-        )  # fmt: skip
-        setup = with_draft_vocab(setup, plan.mesh, choose)
+        if setup.draft_ids is None:
+            ids = draft_vocab(
+                plan.drafter.heads, vocab_size, mix(texts.train), plan.workdir,
+                data.draft_vocab_from, is_resumed,
+            )  # fmt: skip
+            setup = setup.scoring(ids, plan.mesh)
         if hosts.first():
             ids_file = os.path.join(plan.workdir, DRAFT_VOCAB)
             write_array(ids_file, np.asarray(setup.draft_ids))

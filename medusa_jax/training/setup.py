@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -20,7 +21,7 @@ from medusa_jax.heads.registry import whole_config
 from medusa_jax.model.layers import zero_output
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
-from medusa_jax.sharding import PyTree, init_sharded
+from medusa_jax.sharding import PyTree, init_sharded, replicated
 from medusa_jax.training.plan import RunPlan
 from medusa_jax.whole_files import Json
 
@@ -53,6 +54,11 @@ class Setup(NamedTuple):
         ids: jax.Array | None = self.frozen.get(vocabulary.GROUP, {}).get("ids")
         return ids
 
+    def scoring(self, ids_O: np.ndarray, mesh: Mesh) -> "Setup":
+        """The setup with heads that score these tokens."""
+        group = {"ids": jax.device_put(ids_O, replicated(mesh))}
+        return self._replace(frozen=self.frozen | {vocabulary.GROUP: group})
+
 
 def load_setup(plan: RunPlan, with_heads: bool = True) -> Setup:
     """Load the backbone (`model.path`, else a random one of shape `model.arch`) and, unless told otherwise, initial heads.
@@ -79,6 +85,8 @@ def load_setup(plan: RunPlan, with_heads: bool = True) -> Setup:
     recipe: Json | None = None
     if plan.train.heads_path and with_heads:
         start["heads"], recipe = first_heads(plan, files, base)
+        if vocabulary.GROUP in start["heads"]:
+            frozen[vocabulary.GROUP] = start["heads"].pop(vocabulary.GROUP)
     return Setup(frozen, start, base, recipe)
 
 

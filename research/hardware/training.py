@@ -17,7 +17,6 @@ from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.sharding import PyTree
 from medusa_jax.training import dry
-from medusa_jax.training.draft_tokens import with_draft_vocab
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import batch_shapes, compile_step, microbatches
 from medusa_jax.training.plan import RunPlan
@@ -128,7 +127,7 @@ def ready(cfg: Config, steps: int) -> Ready:
     mesh, train, n = plan.mesh, plan.train, plan.heads.draft_vocab
     setup = load_setup(plan)
     if n:
-        setup = with_draft_vocab(setup, mesh, lambda: np.arange(n, dtype=np.int32))
+        setup = setup.scoring(np.arange(n, dtype=np.int32), mesh)
     stage = make_stage(train, plan.arch, plan.groups, plan.drafter, plan.lora, steps, mesh)
     optimizer = make_optimizer(plan.optim, plan.groups, steps)
     state = init_state(stage, optimizer, mesh, setup.frozen, train.seed, setup.start)
