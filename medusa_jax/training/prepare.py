@@ -23,14 +23,7 @@ from medusa_jax.training.step import TrainState, make_step
 from medusa_jax.whole_files import write_array
 
 
-class Inputs(NamedTuple):
-    """Models and texts of a run."""
-
-    setup: Setup
-    texts: Texts
-
-
-def load(plan: RunPlan, is_resumed: bool) -> Inputs:
+def load(plan: RunPlan, is_resumed: bool) -> tuple[Setup, Texts]:
     """Read the models and the texts, and choose the tokens that heads score."""
     setup, data = load_setup(plan, with_heads=not is_resumed), plan.data
     vocab_size = plan.arch.vocab_size
@@ -45,7 +38,7 @@ def load(plan: RunPlan, is_resumed: bool) -> Inputs:
         if hosts.first():
             ids_file = os.path.join(plan.workdir, DRAFT_VOCAB)
             write_array(ids_file, np.asarray(setup.draft_ids))
-    return Inputs(setup, texts)
+    return setup, texts
 
 
 class Job(NamedTuple):
@@ -63,9 +56,8 @@ class Job(NamedTuple):
     held_out: Rows | None
 
 
-def prepare(plan: RunPlan, inputs: Inputs) -> Job:
+def prepare(plan: RunPlan, setup: Setup, texts: Texts) -> Job:
     """The stage and its rows, with hidden states if `data.cache_features` is set."""
-    setup, texts = inputs
     steps = plan.steps(mix(texts.train).rows)
     stage = make_stage(
         plan.train, plan.arch, plan.groups, plan.drafter, plan.lora, steps, plan.mesh

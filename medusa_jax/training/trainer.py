@@ -80,10 +80,10 @@ class Run:
         is_resumed = checkpoints.latest is not None
         changed = resume.changes(plan.workdir, plan.record) if is_resumed else {}
 
-        inputs = load(plan, is_resumed)
-        job = prepare(plan, inputs)
-        self.setup = inputs.setup._replace(start={})
-        frozen, start = self.setup.frozen, inputs.setup.start
+        setup, texts = load(plan, is_resumed)
+        job = prepare(plan, setup, texts)
+        self.setup = setup._replace(start={})
+        frozen, start = setup.frozen, setup.start
         self.steps, self.rows = job.steps, job.rows
         self.content = resume.contents(
             plan.train.batch_size, job.rows, self.setup.fingerprint, self.setup.draft_ids
@@ -94,7 +94,7 @@ class Run:
         if is_resumed:
             shapes = placed_shapes(self.mesh, jax.eval_shape(begin, frozen, start=start))
             # The initial weights are freed first: devices may not hold them and the state.
-            del inputs, start
+            del setup, start
             self.state = self.restore(shapes, changed)
         else:
             with announced("initialising"):

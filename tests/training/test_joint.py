@@ -129,7 +129,7 @@ def test_heads_that_do_not_belong_are_refused(tokens, stage_1, tmp_path):
 def test_only_the_first_start_reads_the_first_heads(tokens, model):
     cfg = tiny_config(tokens, "medusa2")
     cfg.model.path, cfg.train.heads_path = model, "/nowhere"
-    assert load(RunPlan(cfg), is_resumed=True).setup.start.keys() == {"backbone"}
+    assert load(RunPlan(cfg), is_resumed=True)[0].start.keys() == {"backbone"}
 
 
 def test_an_export_keeps_the_models_own_ends(tmp_path):
