@@ -1,6 +1,7 @@
 """The draft vocabulary of a run: the tokens that its heads score."""
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -9,22 +10,22 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.layouts.stored_heads import check_ids
 from medusa_jax.heads.vocabulary import COUNTS, covered, most_frequent
-from medusa_jax.training.data.rows import Rows
+from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.whole_files import read_array
 
 DRAFT_VOCAB = "draft_vocab.npy"
 
 
 def draft_vocab(
-    heads: HeadsConfig, vocab_size: int, rows: Rows, workdir: str, source: str = "",
-    is_resumed: bool = False,
+    heads: HeadsConfig, vocab_size: int, texts: Sequence[TokenRows], workdir: str,
+    source: str = "", is_resumed: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Ids of the `heads.draft_vocab` most frequent tokens, ascending.
 
     A run without a checkpoint chooses them; a resumed run reads them from its workdir.
 
     Args:
-      source: token counts (`data.draft_vocab_from`); "": those of `rows`.
+      source: token counts (`data.draft_vocab_from`); "": those of the texts.
 
     Raises:
       UserError: counts that are unreadable or have the wrong size.
@@ -34,7 +35,7 @@ def draft_vocab(
         ids = read_array(path)
         check_ids(ids, heads, vocab_size, path)
         return ids
-    text_counts_V = rows.counts(vocab_size)
+    text_counts_V = np.sum([text.counts(vocab_size) for text in texts], axis=0)
     counts_V = read_counts(source, vocab_size) if source else text_counts_V
     ids = most_frequent(counts_V, n)
     coverage = text_counts_V[ids].sum() / max(text_counts_V.sum(), 1)

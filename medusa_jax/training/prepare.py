@@ -31,7 +31,7 @@ def load(plan: RunPlan, is_resumed: bool) -> tuple[Setup, Texts]:
     if plan.drafter and plan.drafter.heads.draft_vocab:
         if setup.draft_ids is None:
             ids = draft_vocab(
-                plan.drafter.heads, vocab_size, mix(texts.train), plan.workdir,
+                plan.drafter.heads, vocab_size, texts.train, plan.workdir,
                 data.draft_vocab_from, is_resumed,
             )  # fmt: skip
             setup = setup.scoring(ids, plan.mesh)

@@ -287,7 +287,7 @@ def test_a_run_keeps_its_tokens(tokens, model, tmp_path, capsys):
 def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
     """At each start without a checkpoint; a resumed run keeps them."""
 
-    class Rows:
+    class Text:
         def counts(self, vocab_size):
             return np.ones(vocab_size, int)
 
@@ -296,7 +296,7 @@ def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
     counts = np.zeros(VOCAB, np.int64)
     counts[[9, 60, 33]] = 1, 2, 3
     np.save(folder / vocabulary.COUNTS, counts)
-    given = (VOCAB, Rows(), str(tmp_path), str(folder))
+    given = (VOCAB, [Text()], str(tmp_path), str(folder))
     ids = draft_vocab(HeadsConfig(draft_vocab=3), *given)
     assert ids.tolist() == [9, 33, 60]
     np.save(tmp_path / DRAFT_VOCAB, ids)  # as `prepare.load` does

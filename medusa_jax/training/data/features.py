@@ -87,9 +87,6 @@ class CachedRows(Rows):
         is_missing = np.array([not os.path.exists(self.path(s)) for s in self.shards])
         return np.flatnonzero(hosts.broadcast_from_first(is_missing)).tolist()
 
-    def counts(self, vocab_size: int) -> np.ndarray:
-        return self.source.counts(vocab_size)
-
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
         """`TokenRows.row` with the row's hidden states."""
         shard, offset = divmod(number, self.shard_rows)

@@ -56,10 +56,6 @@ class Rows(abc.ABC):
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
         """Row `number` before shuffling: [T] arrays."""
 
-    @abc.abstractmethod
-    def counts(self, vocab_size: int) -> np.ndarray:
-        """Number of times that each token is a target: [V]."""
-
     def batch(self, numbers: Iterable[int]) -> dict[str, np.ndarray]:
         """The rows with these numbers, which count through all epochs."""
         rows = [self._shuffled_row(*divmod(int(i), self.rows)) for i in numbers]
@@ -96,9 +92,6 @@ class MixedRows(Rows):
         number = number if self.shuffle else int(self.turns[number])
         i = int(np.searchsorted(self.firsts, number, side="right")) - 1
         return self.texts[i].row(number - int(self.firsts[i]), epoch)
-
-    def counts(self, vocab_size: int) -> np.ndarray:
-        return np.sum([text.counts(vocab_size) for text in self.texts], axis=0)
 
 
 def mix(texts: Sequence[Rows]) -> Rows:
@@ -155,6 +148,7 @@ class TokenRows(Rows):
         self.rows = self.rows if targets.any() else 0
 
     def counts(self, vocab_size: int) -> np.ndarray:
+        """Number of times that each token is a target: [V]."""
         return np.bincount(self.tokens[self._targets()], minlength=vocab_size)
 
     def _targets(self) -> np.ndarray:
