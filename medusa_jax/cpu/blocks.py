@@ -6,7 +6,7 @@ import numpy as np
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.cpu.panels import FORMS, Panels, in_panels
-from medusa_jax.model.blocks import BlockRows
+from medusa_jax.model.blocks import Blocks
 from medusa_jax.model.stored import Storage
 from medusa_jax.native import loaded, panel
 from medusa_jax.sharding import Params, PyTree
@@ -15,48 +15,49 @@ from medusa_jax.sharding import Params, PyTree
 def read_blocks(
     config: LlamaConfig, part: Params, blocks: Params, others: Params, storage: Storage
 ) -> Params:
-    """Convert an entry of the backbone: `BlockRows` to panels of the same blocks, or, for embeddings of
+    """Convert an entry of the backbone: `Blocks` to panels of the same blocks, or, for embeddings of
     other types, to float32.
 
     Args:
       part: the entry, such as {"layers_3": ...}.
-      blocks: its `BlockRows`.
+      blocks: its `Blocks`.
       others: its other parameters, in decoding form.
     """
     [name] = part
     if name != "embed_tokens":
         return {name: _packed(blocks, others[name], storage.activations)}
-    rows: BlockRows = blocks["embedding"]
-    native = packs(rows.blocks.kind, rows.inputs)
+    rows: Blocks = blocks["embedding"]
+    native = packs(rows.kind, rows.inputs)
     panels = pack(rows, storage.activations) if native or config.tie_embeddings else None
-    embedding = panels if native else jnp.asarray(rows.blocks.unpacked(slice(None)))
+    embedding = panels if native else jnp.asarray(rows.unpacked(slice(None)))
     # A tied LM head is the same panels.
     head = {"lm_head": {"kernel": panels}} if config.tie_embeddings else {}
     return {name: {"embedding": embedding}, **head}
 
 
 def _packed(blocks: PyTree, others: Params, activations: int) -> PyTree:
-    if isinstance(blocks, BlockRows):
+    if isinstance(blocks, Blocks):
         return pack(blocks, activations)
     packed = {k: _packed(v, others.get(k, {}), activations) for k, v in blocks.items()}
     return {**others, **packed}
 
 
-def pack(kernel: BlockRows, activations: int) -> Panels:
+def pack(blocks: Blocks, activations: int) -> Panels:
     """Pack a kernel in its own blocks, or in float32 if blocks of its type have no panels.
 
     Raises: `Blocks.damaged`.
     """
-    kind, inputs = kernel.blocks.kind, kernel.inputs
+    kind, inputs = blocks.kind, blocks.inputs
     if packs(kind, inputs):
-        words = pack_blocks(kind, kernel.blocks.rows(), inputs)
+        rows = blocks.rows()
+        words = pack_blocks(kind, rows, inputs)
         if words is None:
-            raise kernel.blocks.damaged
+            raise blocks.damaged
         stored = jax.device_put(words)
     else:
-        kind, floats = "float32", jnp.asarray(kernel.blocks.unpacked(slice(None)).T)
-        stored = in_panels(floats, panel())
-    return Panels(stored, None, kind, inputs, kernel.outputs, activations)
+        kind, rows = "float32", blocks.unpacked(slice(None))
+        stored = in_panels(jnp.asarray(rows.T), panel())
+    return Panels(stored, None, kind, inputs, len(rows), activations)
 
 
 def packs(kind: str, inputs: int) -> bool:

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.files.source import flatten
 from medusa_jax.files.tensor import ByRow
-from medusa_jax.model.blocks import BlockRows
 from medusa_jax.sharding import Params
 
 
@@ -62,7 +61,7 @@ def sampled(config: LlamaConfig) -> list[str]:
     ]
 
 
-def sample_bytes(x: jax.Array | np.ndarray | BlockRows | ByRow, count: int = 1024) -> bytes:
+def sample_bytes(x: jax.Array | np.ndarray | ByRow, count: int = 1024) -> bytes:
     """Up to `count` evenly spaced elements, rounded to bfloat16, as little-endian bytes.
 
     Gathered by index, so the result does not depend on the sharding. An array in host memory is read

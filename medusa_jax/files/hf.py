@@ -98,7 +98,7 @@ class BaseFiles(Source):
           dtype: type of the parameters; tensors of another type are cast on the host.
           convert: converts each entry of the tree, such as a layer, before the next is read, so that two forms of
             the whole model never coexist.
-          in_blocks: `convert` gets matrices of a GGUF file as `BlockRows`.
+          in_blocks: `convert` gets matrices of a GGUF file as `Blocks`.
 
         Raises:
           UserError: unreadable, or keys that contradict the configuration (checked before anything is read).

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.tensor import Tensor, Tensors, cast, part, read_whole
-from medusa_jax.model.blocks import BlockRows
+from medusa_jax.model.blocks import Blocks
 from medusa_jax.sharding import Params, PyTree, param_shardings, path_string
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -96,7 +96,7 @@ class Source:
           abstract: tree of shapes (from `jax.eval_shape`).
           dtype: type of the parameters on the devices.
           convert: converts each entry of the tree, such as a layer, before the next is read.
-          in_blocks: matrices in blocks are not read: `convert` gets `BlockRows`.
+          in_blocks: matrices in blocks are not read: `convert` gets `Blocks`.
 
         Raises:
           UserError: as for `keys`.
@@ -105,12 +105,12 @@ class Source:
 
         def read(
             key_path: KeyPath, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
-        ) -> jax.Array | BlockRows:
+        ) -> jax.Array | Blocks:
             name, transposed = keys[path_string(key_path)]
             tensor, shape = self.tensors[name], tuple(leaf.shape)
             blocks = tensor.blocks if in_blocks and len(shape) == 2 else None
             if blocks is not None and blocks.exact:
-                return BlockRows(shape, transposed, blocks)
+                return blocks
             return _place(tensor, shape, transposed, sharding, np.dtype(dtype))
 
         shardings = param_shardings(mesh, abstract)

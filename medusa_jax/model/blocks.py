@@ -11,10 +11,11 @@ from medusa_jax.sharding import PyTree
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of a tensor as they are stored.
+    """A matrix as it is stored; a row has all weights of one output of a kernel, or of one token's embedding.
 
     Attributes:
       kind: type of the blocks, such as "Q4_1".
+      inputs: weights of a row.
       rows: reads all rows: [rows, bytes], uint8.
       unpacked: reads some rows, given a slice or an array of row numbers, in float32.
       damaged: the error to raise if a scale is not finite.
@@ -22,6 +23,7 @@ class Blocks:
     """
 
     kind: str
+    inputs: int
     rows: Callable[[], np.ndarray]
     unpacked: Callable[[Any], np.ndarray]
     damaged: Exception
@@ -36,41 +38,12 @@ class Blocks:
         )
 
 
-@dataclass(frozen=True)
-class BlockRows:
-    """A kernel or an embedding in blocks; a row contains all weights of one output (one token).
-
-    Attributes:
-      shape: the parameter's: kernels [inputs, outputs], embeddings [tokens, width].
-      by_column: whether outputs are the parameter's columns, as a kernel's are.
-      blocks: its rows in the file.
-    """
-
-    shape: tuple[int, ...]
-    by_column: bool
-    blocks: Blocks
-
-    @property
-    def outputs(self) -> int:
-        return self.shape[1] if self.by_column else self.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        return self.shape[0] if self.by_column else self.shape[1]
-
-    def __getitem__(self, places: tuple[np.ndarray, ...]) -> np.ndarray:
-        """Single weights, by the parameter's indices."""
-        inputs, outputs = places if self.by_column else places[::-1]
-        rows, place = np.unique(outputs, return_inverse=True)
-        return self.blocks.unpacked(rows)[place, inputs]
-
-
 def split_blocks(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Split a parameter tree into its `BlockRows` and the rest, which keeps empty entries."""
+    """Split a parameter tree into its `Blocks` and the rest, which keeps empty entries."""
     blocks: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, BlockRows):
+        if isinstance(value, Blocks):
             blocks[name] = value
         elif isinstance(value, dict):
             inner_blocks, others[name] = split_blocks(value)

@@ -291,7 +291,7 @@ class Kernels:
 
         Args:
           part: the entry, such as {"layers_3": ...}.
-          blocks: its `BlockRows`.
+          blocks: its `Blocks`.
           others: its other parameters, in decoding form.
         """
         raise NotImplementedError
