@@ -13,39 +13,22 @@ from medusa_jax.files.tensor import ByRow
 from medusa_jax.sharding import Params
 
 
-class Fingerprint:
-    """SHA-256 over shapes and a sample of the weights, updated entry by entry like `hashlib`.
+def fingerprint(config: LlamaConfig, params: Params) -> str:
+    """16 hex digits of the SHA-256 over shapes and a sample of the weights of a backbone's stored (unfused) parameters.
 
     Values are rounded to bfloat16 first, so that float32 and bfloat16 loads of one bfloat16 file agree.
-    Independent of sharding. Needs stored (unfused) parameters.
+    Independent of sharding.
+
+    Args:
+      params: the tree, or its leaves by path; arrays, or `ByRow` for weights in files.
     """
-
-    def __init__(self) -> None:
-        self.shapes: dict[str, list[int]] = {}
-        self.samples: dict[str, bytes] = {}
-
-    def update(self, config: LlamaConfig, entries: Params) -> None:
-        """Add entries of the tree, such as {"layers_3": ...}."""
-        flat = flatten(entries)
-        self.shapes |= {path: list(leaf.shape) for path, leaf in flat.items()}
-        paths = [path for path in sampled(config) if path in flat]
-        self.samples |= {path: sample_bytes(flat[path]) for path in paths}
-
-    def hexdigest(self, config: LlamaConfig) -> str:
-        """The fingerprint, 16 hex digits."""
-        digest = hashlib.sha256()
-        for path in sorted(self.shapes):
-            digest.update(f"{path}{self.shapes[path]};".encode())
-        for path in sampled(config):
-            digest.update(self.samples.get(path, b""))
-        return digest.hexdigest()[:16]
-
-
-def fingerprint(config: LlamaConfig, params: Params) -> str:
-    """The fingerprint of a whole tree."""
-    result = Fingerprint()
-    result.update(config, params)
-    return result.hexdigest(config)
+    flat, digest = flatten(params), hashlib.sha256()
+    for path in sorted(flat):
+        digest.update(f"{path}{list(flat[path].shape)};".encode())
+    for path in sampled(config):
+        if path in flat:
+            digest.update(sample_bytes(flat[path]))
+    return digest.hexdigest()[:16]
 
 
 def sampled(config: LlamaConfig) -> list[str]:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.files.fingerprint import Fingerprint, sample_bytes
+from medusa_jax.files.fingerprint import fingerprint, sample_bytes
 from medusa_jax.files.hf_config import family_of, read_config
 from medusa_jax.files.hf_keys import (
     EMBEDDING,
@@ -151,18 +151,14 @@ class BaseFiles(Source):
         """The files of its tensors."""
         return {tensor.file for tensor in self.tensors.values()}
 
+    def by_row(self) -> dict[str, ByRow]:
+        """All parameters by path, to take single values from."""
+        keys = self.keys(abstract_params(self.config)).items()
+        return {path: ByRow(self.tensors[key], turned) for path, (key, turned) in keys}
+
     def fingerprint(self) -> str:
-        """The `Fingerprint` of the model, from a sample of the weights in its files."""
-        result = Fingerprint()
-        keys = self.keys(abstract_params(self.config))
-        result.update(
-            self.config,
-            {
-                path: ByRow(self.tensors[key], transposed)
-                for path, (key, transposed) in keys.items()
-            },
-        )
-        return result.hexdigest(self.config)
+        """The `fingerprint` of the model, from a sample of the weights in its files."""
+        return fingerprint(self.config, self.by_row())
 
     def norm_digest(self) -> str:
         """Digest of the final norm's scale, 16 hex digits: quantisation leaves it as it is, but for its type."""

@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError, differences
-from medusa_jax.files.fingerprint import Fingerprint
+from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts import native_heads
 from medusa_jax.files.layouts.heads_io import load_heads, open_heads
+from medusa_jax.files.source import flatten
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import whole_config
 from medusa_jax.model.layers import zero_output
@@ -73,8 +74,8 @@ def load_setup(plan: RunPlan, with_heads: bool = True) -> Setup:
     base: Json | None = None
     if files or not is_trained:
         dtype = jnp.float32 if is_trained else stored
-        params, fingerprint = load_backbone(plan, files, dtype)
-        base = native_heads.base_record(plan.arch, fingerprint)
+        params, mark = load_backbone(plan, files, dtype)
+        base = native_heads.base_record(plan.arch, mark)
         if is_trained:
             start["backbone"] = params
         else:
@@ -94,25 +95,21 @@ def load_backbone(
     plan: RunPlan, files: BaseFiles | None, dtype: DTypeLike
 ) -> tuple[PyTree, str]:
     """Load the backbone of these files, or make a random one; returns its parameters and fingerprint."""
-    kind, key = plan.model.quantise, jax.random.key(plan.train.seed)
-    whole, digest = None if plan.model.add_layers else files, Fingerprint()
+    arch, mesh, kind = plan.arch, plan.mesh, plan.model.quantise
+    key = jax.random.key(plan.train.seed)
 
     def convert(_: LlamaConfig, entry: PyTree) -> PyTree:
-        if not whole:
-            digest.update(plan.arch, entry)
         return quantise_backbone(entry, kind) if kind else entry
 
     with announced(f"reading the backbone, to {kind}") if kind else nullcontext():
-        if files:
-            params = files.parameters(plan.mesh, dtype, convert)
-            if n := plan.model.add_layers:
-                params |= convert(plan.arch, more_layers(plan.arch, n, key, plan.mesh))
-        else:
-            random = init_sharded(
-                plan.mesh, lambda k: init_params(plan.arch, k, dtype), key
-            )
-            params = convert(plan.arch, random)
-    return params, whole.fingerprint() if whole else digest.hexdigest(plan.arch)
+        if not files:
+            random = init_sharded(mesh, lambda k: init_params(arch, k, dtype), key)
+            return convert(arch, random), fingerprint(arch, random)
+        params, stored = files.parameters(mesh, dtype, convert), files.by_row()
+        if n := plan.model.add_layers:
+            added = more_layers(arch, n, key, mesh)
+            params, stored = params | convert(arch, added), stored | flatten(added)
+    return params, fingerprint(arch, stored)
 
 
 def first_heads(

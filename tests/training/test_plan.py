@@ -2,6 +2,7 @@
 
 import typing
 
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 from training_setup import tiny_config, training_arch
@@ -9,12 +10,15 @@ from training_setup import tiny_config, training_arch
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import Config, TrainConfig, override
 from medusa_jax.errors import UserError
+from medusa_jax.files.fingerprint import fingerprint
+from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hf_config import SCALINGS
 from medusa_jax.heads.dflash import DSparkConfig
 from medusa_jax.sharding import AXES
 from medusa_jax.training import plan as plans
 from medusa_jax.training.partition import TABLE
 from medusa_jax.training.plan import RunPlan
+from medusa_jax.training.setup import load_backbone
 
 
 def test_a_plan_has_the_shape_of_the_model_and_its_added_layers(model):
@@ -26,6 +30,8 @@ def test_a_plan_has_the_shape_of_the_model_and_its_added_layers(model):
     assert plan.groups == ("backbone", "heads")
     assert plan.drafter is not None and plan.drafter.llama == plan.arch
     assert cfg.model.arch.n_layers == 1  # the configuration is unchanged
+    params, mark = load_backbone(plan, BaseFiles.open(model), np.float32)
+    assert mark == fingerprint(plan.arch, params)
 
 
 def test_a_dry_plan_downloads_nothing(monkeypatch):
