@@ -85,9 +85,9 @@ def refuse_to_read(monkeypatch):
 
 
 @pytest.mark.parametrize(("model", "name", "drafter"), FOREIGN)
-@pytest.mark.parametrize("allow", [False, True])
+@pytest.mark.parametrize("mark", [None, "0" * 16])
 def test_heads_of_another_model_are_refused_before_they_are_read(
-    model, name, drafter, allow, monkeypatch
+    model, name, drafter, mark, monkeypatch
 ):
     """All bundled heads on all bundled models; in every way to open heads."""
     refuse_to_read(monkeypatch)
@@ -96,10 +96,10 @@ def test_heads_of_another_model_are_refused_before_they_are_read(
     said = f"width {SHAPES[name][0]} and vocabulary {SHAPES[name][1]}, the model has width {width}"
     heads = open_heads(str(folder_of(name, drafter)))
     with pytest.raises(UserError, match=said):
-        load_heads(heads, config, make_mesh(), allow_other_base=allow)
+        load_heads(heads, config, make_mesh(), fingerprint=mark)
     base = SimpleNamespace(config=config)
     with pytest.raises(UserError, match=said):
-        open_drafter(heads, base, None, None, make_mesh(), None if allow else "0" * 16)
+        open_drafter(heads, base, None, None, make_mesh(), mark)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])

@@ -94,7 +94,6 @@ class HeadsFiles:
             self.n_heads,
             self.form.dtype.name,
             convert=partial(place_head, storage=storage, kernels=self.form.kernels),
-            allow_other_base=True,  # `open_drafter` has checked it
         )
         if vocabulary.GROUP in params and self.stored.heads.lm_head == "shared":
             columns = self.lm_head(storage)
@@ -147,7 +146,7 @@ def open_drafter(
         return LoadedDrafter(no_drafter(base.config))
     if isinstance(source, StoredHeads):
         source = source.fitted(base)
-        check_base(source, base.config, expected, allow_other=expected is None)
+        check_base(source, base.config, expected)
         drafter = make_drafter(source.heads, base.config)
         files = HeadsFiles(source, base, form, mesh)
         return LoadedDrafter(drafter, files=files)

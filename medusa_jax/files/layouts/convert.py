@@ -25,7 +25,7 @@ def convert(
 
     Args:
       target: a key of `registry.TARGETS`, an entry point of another package, or "module:Class".
-      allow_other_base: as for `load_heads`.
+      allow_other_base: take heads that were trained on another backbone of the same sizes.
 
     Returns: the written layout, another one than `target` where engines read the same directory.
 
@@ -40,7 +40,7 @@ def convert(
         # Engines load every file of weights in the directory.
         raise UserError(f"{out!r} is not empty: give --out a new directory")
     fingerprint = None if allow_other_base else export.base.fingerprint()
-    check_base(stored, base, fingerprint, allow_other_base)
+    check_base(stored, base, fingerprint)
     reason = why_not(stored.heads, target, base)
     if layout is None or reason:
         raise UserError(f"{stored.source}: {reason}")

@@ -50,7 +50,6 @@ def load_heads(
     dtype: DTypeLike = "float32",
     *,
     fingerprint: str | None = None,
-    allow_other_base: bool = False,
     convert: Convert | None = None,
 ) -> tuple[HeadsConfig, Params, Json]:
     """Read heads for a backbone of shape `llama`, placed on the mesh.
@@ -59,8 +58,8 @@ def load_heads(
       path: a directory written by `native_heads.save_heads`, published heads, the hub id of either, or the
         result of `open_heads`.
       n_heads: read only the first `n_heads` heads, if heads can be dropped (`Drafter.separable`).
-      fingerprint: of the current backbone (`fingerprint.py`); None compares sizes only.
-      allow_other_base: accept heads trained on another backbone of the same sizes.
+      fingerprint: of the backbone that the heads must have been trained on (`fingerprint.py`); None: any of the same
+        sizes.
       convert: converts each head before the next is read.
 
     Returns: (their configuration, parameters, contents of heads.json or of published heads' config.json). The
@@ -71,7 +70,7 @@ def load_heads(
         description.
     """
     stored = open_heads(path) if isinstance(path, str) else path
-    check_base(stored, llama, fingerprint, allow_other_base)
+    check_base(stored, llama, fingerprint)
     drafter = make_drafter(stored.heads, llama)
     count = stored.heads.n_heads
     if n_heads is not None:
@@ -94,10 +93,8 @@ def load_heads(
     return heads, params, stored.meta
 
 
-def check_base(
-    stored: StoredHeads, llama: LlamaConfig, fingerprint: str | None, allow_other: bool
-) -> None:
-    """Refuse heads that were trained on another backbone, as far as their files describe it.
+def check_base(stored: StoredHeads, llama: LlamaConfig, fingerprint: str | None) -> None:
+    """Refuse heads that were trained on another backbone, as far as their files describe it; as for `load_heads`.
 
     Raises:
       UserError: names the difference.
@@ -117,11 +114,9 @@ def check_base(
                 f"{ours!r}"
             )
     check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
-    if allow_other:
-        return
     trained_on = base.get("fingerprint")
     is_unknown = trained_on is None and not stored.bound
-    if fingerprint is not None and fingerprint != trained_on and not is_unknown:
+    if fingerprint not in (None, trained_on) and not is_unknown:
         if stored.trained_on:
             inform(
                 f"drafts of heads trained on {stored.trained_on}; the text is this model's own"
