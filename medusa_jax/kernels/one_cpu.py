@@ -4,9 +4,8 @@ XLA for CPU reads kernels below memory speed and rounds by the number of rows. T
 `Panels.product`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax import cpu, native
-from medusa_jax.arch import LlamaConfig
 from medusa_jax.kernels.cpu import CpuKernels
-from medusa_jax.model.cache import KVCache, Pair
+from medusa_jax.model.cache import KVCache
 from medusa_jax.model.masks import LayerMask, Mask
-from medusa_jax.model.stored import Storage, Stored
-from medusa_jax.sharding import Params
 
 
 def native_kernels(dtype: np.dtype, head_dim: int) -> "PanelKernels | None":
@@ -46,20 +42,8 @@ class PanelKernels(CpuKernels):
     def mark(self) -> str:
         return native.mark()
 
-    def panels(
-        self, kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Storage
-    ) -> Stored:
-        return cpu.panels(kernel_IO, scales_O, storage)
-
-    def read_blocks(
-        self,
-        config: LlamaConfig,
-        part: Params,
-        blocks: Params,
-        others: Params,
-        storage: Storage,
-    ) -> Params:
-        return cpu.read_blocks(config, part, blocks, others, storage)
+    panels = staticmethod(cpu.panels)
+    read_blocks = staticmethod(cpu.read_blocks)
 
     def best_token(self, scores: jax.Array) -> jax.Array:
         if scores.dtype != jnp.float32:
@@ -89,28 +73,13 @@ class LayerKernels(PanelKernels):
             return seen
         return super().mask_of(seen, cache, start_B, depth_T)
 
-    def layer(
-        self,
-        config: LlamaConfig,
-        params: Mapping[str, Any],
-        x_BTD: jax.Array,
-        rope: Pair,
-        mask: LayerMask,
-        cache: Pair,
-        start_B: jax.Array,
-        input_BTI: jax.Array | None = None,
-    ) -> tuple[jax.Array, Pair]:
-        return cpu.layer(config, params, x_BTD, rope, mask, cache, start_B, input_BTI)
+    layer = staticmethod(cpu.layer)
+    rotate = staticmethod(cpu.rotate)
 
     def norm(
         self, x: jax.Array, scale_D: jax.Array, eps: float, dtype: DTypeLike
     ) -> jax.Array:
         return cpu.norm(x, scale_D, eps)
-
-    def rotate(
-        self, x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array
-    ) -> jax.Array:
-        return cpu.rotate(x_BTNH, cos_BT1H, sin_BT1H)
 
     def commit(self, cache: KVCache, length_B: jax.Array, path_BL: jax.Array) -> KVCache:
         leaves, structure = jax.tree.flatten(cache)

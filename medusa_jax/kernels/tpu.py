@@ -50,10 +50,7 @@ class TpuKernels(Kernels):
         end_B = start_B + n_new
         return tpu_operations.attend_tree(q_BTNH, *cache, mask_BTS, end_B), cache
 
-    def rotate(
-        self, x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array
-    ) -> jax.Array:
-        return tpu_operations.rotate(x_BTNH, cos_BT1H, sin_BT1H)
+    rotate = staticmethod(tpu_operations.rotate)
 
     def write_rows(
         self, cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array, axis: int = 2
