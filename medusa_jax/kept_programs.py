@@ -16,11 +16,12 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.extend.backend import get_backend
 from jax.tree_util import PyTreeDef
 
+from medusa_jax import programs
 from medusa_jax.cache_directories import cache_directory
 from medusa_jax.console import timed
 from medusa_jax.devices.platforms import platform
 from medusa_jax.mapped import UNREADABLE, cached, kept_files, plain, read, rebuilt, write
-from medusa_jax.programs import Program, keep_in, store
+from medusa_jax.programs import Program
 
 R = TypeVar("R")
 Run = Callable[[list[Any]], Any]
@@ -63,12 +64,12 @@ def use_compilation_cache() -> bool:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
         enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
         if enabled and jax.device_count() == 1 and platform() == "cpu":
-            keep_in(KeptPrograms())
-    return store() is not None
+            programs.store = KeptPrograms()
+    return programs.store is not None
 
 
 class KeptPrograms:
-    """The `ProgramStore` of one CPU: executables in files of the cache."""
+    """The store of one CPU: executables in files of the cache."""
 
     def __init__(self) -> None:
         self.executables: dict[Any, Kept | None] = {}

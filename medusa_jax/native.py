@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from medusa_jax import programs
 from medusa_jax.compiler import KERNELS, PARTS, PRODUCTS, library_file, shipped, threads
 from medusa_jax.errors import UserError
 from medusa_jax.host_calls import HOST, answer
-from medusa_jax.programs import store
 
 HANDLERS = tuple(
     f"medusa_{name}"
@@ -87,8 +87,8 @@ def _load() -> Library | None:
         with suppress(OSError, RuntimeError):
             if path := find():
                 native = Library(path)
-                if programs := store():
-                    programs.read_ahead()  # these call the kernels
+                if programs.store:
+                    programs.store.read_ahead()  # these call the kernels
                 return native
     return None
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -22,31 +22,8 @@ OPTIONS: dict[str, dict[str, str | bool]] = {
 }
 
 
-class ProgramStore(Protocol):
-    """Keeps compiled programs for later starts: `kept_programs.py`."""
-
-    def run(self, program: "Program[R]", args: tuple[Any, ...]) -> R | None:
-        """Run an executable that is or will be kept; None if these arguments have none."""
-
-    def prepare(self, program: "Program[Any]", args: tuple[Any, ...]) -> Any:
-        """Begin to read or compile it: a `Kept`; None where it cannot be kept."""
-
-    def read_ahead(self) -> None:
-        """Begin to read the programs used last."""
-
-
-_store: ProgramStore | None = None
-
-
-def store() -> ProgramStore | None:
-    """Where programs are kept; None: they are not."""
-    return _store
-
-
-def keep_in(store: ProgramStore | None) -> None:
-    """Keep programs in a store from now on, or none."""
-    global _store
-    _store = store
+# Keeps compiled programs for later starts (`kept_programs.KeptPrograms`); None: they are not kept.
+store: Any = None
 
 
 def program(
@@ -72,12 +49,12 @@ class Program(Generic[R]):
         self._of: Callable[[str], Any] = functools.cache(self.jitted)
 
     def __call__(self, *args: Any) -> R:
-        result = _store.run(self, args) if _store and self._may_be_kept else None
+        result = store.run(self, args) if store and self._may_be_kept else None
         return self._of(platform())(*args) if result is None else result
 
     def prepare(self, *args: Any) -> Any:
-        """Begin to read or compile the program for arrays of these shapes: `ProgramStore.prepare`."""
-        return _store.prepare(self, args) if _store and self._may_be_kept else None
+        """Begin to read or compile the program for arrays of these shapes; None where it cannot be kept."""
+        return store.prepare(self, args) if store and self._may_be_kept else None
 
     def __getattr__(self, name: str) -> Any:
         """Other methods of the jitted function, such as `lower` and `eval_shape`."""

@@ -9,18 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from medusa_jax import kept_programs
+from medusa_jax import kept_programs, programs
 from medusa_jax.decoding.request import keys_of_rows
 from medusa_jax.kept_programs import KeptPrograms
-from medusa_jax.programs import keep_in, program
+from medusa_jax.programs import program
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keep_in(KeptPrograms())
-    yield tmp_path / "medusa_jax" / "programs"
-    keep_in(None)
+    monkeypatch.setattr(programs, "store", KeptPrograms())
+    return tmp_path / "medusa_jax" / "programs"
 
 
 def finish():

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from medusa_jax import programs
-from medusa_jax.programs import keep_in, program
+from medusa_jax.programs import program
 
 
 def test_a_program_has_the_options_of_its_platform(monkeypatch):
@@ -33,7 +33,7 @@ def test_a_program_has_the_options_of_its_platform(monkeypatch):
     assert "stablehlo" in add.lower(2, np.int32(3)).as_text()
 
 
-def test_a_store_is_asked_first_unless_a_program_runs_at_each_step():
+def test_a_store_is_asked_first_unless_a_program_runs_at_each_step(monkeypatch):
     class Store:
         def run(self, program, args):
             return None if args == (1,) else f"{program.__name__} of {args}"
@@ -44,12 +44,8 @@ def test_a_store_is_asked_first_unless_a_program_runs_at_each_step():
         return 2 * x
 
     kept, at_each_step = program()(double), program(each_step=True)(double)
-    assert programs.store() is None and kept.prepare(3) is None
-    keep_in(Store())
-    try:
-        assert kept(3) == kept.prepare(3) == "double of (3,)"
-        assert [int(f(1)) for f in (kept, at_each_step)] == [2, 2]
-        assert int(at_each_step(3)) == 6 and at_each_step.prepare(3) is None
-    finally:
-        keep_in(None)
-    assert int(kept(3)) == 6
+    assert programs.store is None and kept.prepare(3) is None and int(kept(3)) == 6
+    monkeypatch.setattr(programs, "store", Store())
+    assert kept(3) == kept.prepare(3) == "double of (3,)"
+    assert [int(f(1)) for f in (kept, at_each_step)] == [2, 2]
+    assert int(at_each_step(3)) == 6 and at_each_step.prepare(3) is None
