@@ -31,7 +31,7 @@ from medusa_jax.files.json_files import read_json
 from medusa_jax.files.source import Source, flatten
 from medusa_jax.files.stored_forms import as_llama
 from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
-from medusa_jax.files.tensors import open_checkpoint, weights_file
+from medusa_jax.files.tensors import open_checkpoint, weights_files
 from medusa_jax.model.convert import abstract_params
 from medusa_jax.sharding import Params
 
@@ -199,7 +199,7 @@ def _are_equal(a: Tensor, b: Tensor, divisor: float = 1.0) -> bool:
 def model_shape(directory: str) -> LlamaConfig:
     """The shape of a local model, which may have no weights."""
     config = read_config(directory)
-    has_weights = config.tie_embeddings and weights_file(directory)
+    has_weights = config.tie_embeddings and weights_files(directory)
     return BaseFiles.open(directory).config if has_weights else config
 
 

@@ -81,17 +81,25 @@ def open_checkpoint(directory: str) -> Tensors:
 def weights_file(directory: str) -> str:
     """The file of a model's weights, or the index of its shards; "" if there is none, or for a GGUF file.
 
-    The order is that of transformers, which writes such directories: a single file is newer than the shards that a
-    longer-lived index still names. A line says which other files were not read.
+    A line says which other files are not read.
     """
-    names = [name + end for name in WEIGHTS for end in ("", INDEX)]
-    files = [name for name in names if os.path.isfile(os.path.join(directory, name))]
+    files = weights_files(directory)
     if not files:
         return ""
     file, *ignored = files
     if ignored:
         inform(f"{directory}: reading {file}, not {', '.join(ignored)}")
     return os.path.join(directory, file)
+
+
+def weights_files(directory: str) -> list[str]:
+    """The names of a directory's files of weights, the preferred one first.
+
+    The order is that of transformers, which writes such directories: a single file is newer than the shards that a
+    longer-lived index still names.
+    """
+    names = [name + end for name in WEIGHTS for end in ("", INDEX)]
+    return [name for name in names if os.path.isfile(os.path.join(directory, name))]
 
 
 def stands_for_gguf(directory: str) -> bool:

@@ -267,7 +267,11 @@ def test_a_tied_model_with_another_lm_head_is_not_tied(copy, capsys):
     assert_same(load(path), model)
     [said] = capsys.readouterr().err.splitlines()
     assert "the LM head differs from the embedding: not tied" in said
+    (path / "pytorch_model.bin").touch()
     assert hf.model_shape(str(path)) == model[0]
+    said = capsys.readouterr().err
+    assert said.count("reading model.safetensors, not pytorch_model.bin") == 1
+    (path / "pytorch_model.bin").unlink()
     assert BaseFiles.open(str(path)).fingerprint() == fingerprint(*model)
     (path / "model.safetensors").unlink()
     assert hf.model_shape(str(path)).tie_embeddings  # all that is known
