@@ -59,7 +59,9 @@ def test_a_server_gives_each_rule_its_heads(directory, monkeypatch):
 
 @pytest.mark.parametrize("products", ["plain", pytest.param("native", marks=native)])
 def test_what_is_asked_for_holds_for_every_rule(products, directory, monkeypatch):
+    """And steps have their own notes of times."""
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", products)
+    marks = set()
     for number, asked in enumerate(("float32", "bfloat16", "int8")):
         model = read(directory, draft_weights=asked)
         form, bits = kernel(model.variables), (4, 2, 1)[number]
@@ -71,3 +73,5 @@ def test_what_is_asked_for_holds_for_every_rule(products, directory, monkeypatch
         kinds = {draft_weights(model, rule) for rule in ("auto", "greedy", "typical")}
         assert kinds == {asked}
         assert model.storage.weights == ""
+        marks.add(model.trees.mark)
+    assert len(marks) == 3

@@ -11,7 +11,7 @@ int8 has one scale for each output. `model/quantise.py` has the forms of frozen 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,7 @@ class Storage:
 
     panel: int = 0
     weights: str = ""
-    # Measurements are cached under `repr(self)` and `repr(self.of_drafts)`, so `repr` omits this field.
-    draft_weights: str = field(default="", repr=False)
+    draft_weights: str = ""
     activations: int = 16
 
     @property
