@@ -296,4 +296,4 @@ def _open_tensor(
 
     kind, inputs, damaged = tensor.kind.name, tensor.shape[-1], tensor.damaged()
     blocks = Blocks(kind, inputs, tensor.read, unpacked, damaged, exact)
-    return Tensor(tensor.file, tensor.shape, "float32", read, blocks)
+    return Tensor(tensor.file, tensor.shape, "float32", read, blocks, tensor.name)

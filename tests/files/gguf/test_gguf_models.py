@@ -409,6 +409,13 @@ def test_processes_that_start_together_convert_once(tmp_path, tokenizer_json, mo
     assert (len(found), len(made)) == (1, 1)
 
 
+def test_values_that_the_type_cannot_hold(tmp_path, tokenizer_json):
+    changes = {"output_norm.weight": np.full(D, 1e5, np.float32)}
+    path = tiny(tmp_path / "a.gguf", tokenizer_json, changes=changes)
+    with refused(r"'output_norm\.weight' in .*a\.gguf has values that float16 cannot hold"):
+        medusa_jax.load(path, dtype="float16")
+
+
 def test_without_the_package(tmp_path, tokenizer_json, monkeypatch):
     path = tiny(tmp_path / "a.gguf", tokenizer_json)
     monkeypatch.setitem(sys.modules, "gguf", None)
