@@ -20,7 +20,7 @@ from medusa_jax import Options, UserError
 from medusa_jax.constraints import Grammars, constraint_of, grammars, guide
 from medusa_jax.constraints.guide import Guide, Patience
 from medusa_jax.decoding import constrained
-from medusa_jax.serving import Request, job
+from medusa_jax.serving import Request, server
 from medusa_jax.serving.http import Limits
 from medusa_jax.text.chat import encode_prompt
 
@@ -190,7 +190,7 @@ def test_limits_are_errors(port, http, monkeypatch, slow, stream):
     if slow:
         body["guided_grammar"] = 'start: "abc" /[a-z]{20}/'
         monkeypatch.setattr(guide, "SLOW_MASK", -1)
-        monkeypatch.setattr(job, "SLOW_MASKS", 1e-9)
+        monkeypatch.setattr(server, "SLOW_MASKS", 1e-9)
     else:
         tried = grammars.try_to_compile(constraint_of({"grammar": FEW_ITEMS}))
         monkeypatch.setattr(grammars, "try_to_compile", lambda *_: tried)
