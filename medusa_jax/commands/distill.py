@@ -29,7 +29,13 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.commands.flags import CommandLine, HostFlags, at_least, flag, on_hosts
-from medusa_jax.commands.model_flags import MeshFlags, ModelFlags, load_model
+from medusa_jax.commands.model_flags import (
+    GenerationFlags,
+    MeshFlags,
+    ModelFlags,
+    generation_options,
+    load_model,
+)
 from medusa_jax.commands.next_command import print_next
 from medusa_jax.console import inform
 from medusa_jax.distill.seeds import Seed
@@ -49,7 +55,7 @@ EXAMPLES = """examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(MeshFlags, HostFlags, ModelFlags):
+class Flags(GenerationFlags, MeshFlags, HostFlags, ModelFlags):
     """Let a model answer seed prompts and write a training set of its own text."""
 
     drafter: str | None = "none"
@@ -70,7 +76,7 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
     )
     tree: str = flag("as for decode.py", "auto")
     chat_template: str = flag("a shipped one; default: the tokenizer's own", "")
-    temperature: float | None = flag(
+    temperature: float | None = flag(  # type: ignore[assignment]
         "default: 0.3 in the chat modes (the paper's), 0 in mode continue", None
     )
     user_temperature: float = flag("of user turns that the model writes", 0.8)
@@ -80,11 +86,6 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
         type=at_least(1),
     )
     top_p: float = flag("keep the likeliest tokens up to this mass", 1.0)
-    repetition_penalty: float | None = flag(
-        "as for decode.py (default: the model's generation_config.json, else 1)", None
-    )
-    seed: int = flag("of the draws", 0)
-    max_new_tokens: int = flag("per answer", 200)
     max_turns: int = flag("most answers in a conversation", 4, type=at_least(1))
     batch_size: int = flag("conversations answered at a time", 32, type=at_least(1))
     server: str | None = flag(
@@ -131,23 +132,19 @@ def run(flags: Flags) -> int:
 def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     """Continue after the answered seeds; returns the exit status."""
     from medusa_jax import hosts
-    from medusa_jax.api import Options, find_model
+    from medusa_jax.api import find_model
+    from medusa_jax.api.prompts import ending_turns
     from medusa_jax.distill import files
     from medusa_jax.distill.server import ServedModel, ServerWriter
     from medusa_jax.distill.writer import Writer, prompt_of, write_all
     from medusa_jax.files.hf import BaseFiles
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.progress import ProgressBar
-    from medusa_jax.text.chat import stop_ids, template_source
+    from medusa_jax.text.chat import template_source
 
-    temperature = flags.temperature
-    if temperature is None:
-        temperature = 0.0 if mode == "continue" else 0.3
-        flags = dataclasses.replace(flags, temperature=temperature)
-    options = Options(
-        max_new_tokens=flags.max_new_tokens, temperature=temperature, top_p=flags.top_p,
-        repetition_penalty=flags.repetition_penalty, seed=flags.seed,
-    )  # fmt: skip
+    if flags.temperature is None:
+        flags = dataclasses.replace(flags, temperature=0.0 if mode == "continue" else 0.3)
+    options = generation_options(flags, top_p=flags.top_p)
     out = Path(flags.out)
     values, served = dataclasses.asdict(flags), None
     if flags.server:
@@ -174,8 +171,9 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         options = options.with_penalty(model.repetition_penalty)
         settings |= model.text_settings(options.repetition_penalty)
         if mode != "continue":
-            ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
-            options = dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
+            options = ending_turns(
+                model.tokenizer, model.eos_ids, options, flags.chat_template
+            )
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
 
     def answers(line: Json, seed: Seed) -> bool:
