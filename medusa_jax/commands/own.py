@@ -115,7 +115,7 @@ def plan_of(flags: Flags, out: Path) -> Json:
     """
     file, given = out / "own.json", dataclasses.asdict(flags)
     del given["out"], given["to"]  # engines may change: their part is the last
-    check_engines(flags, out)
+    plan: Json = {}
     if file.exists():
         plan = read_json(str(file))
         missing = {"flags", "job", "seconds", "spent"} - plan.keys()
@@ -131,6 +131,9 @@ def plan_of(flags: Flags, out: Path) -> Json:
             raise UserError(
                 f"{out} was started with {'; '.join(changed)}: use another --out"
             )
+    check_engines(flags, out)
+    bind_start(flags, out)
+    if plan:
         return plan
     job, costs = fitted(flags, recipe(flags, out))
     seconds = job.seconds(costs)
@@ -165,6 +168,20 @@ def check_engines(flags: Flags, out: Path) -> None:
             raise UserError(reason)
 
 
+def bind_start(flags: Flags, out: Path) -> None:
+    """Write the heads of --start to out/start, bound to the model."""
+    from medusa_jax.api import find_heads, find_model
+    from medusa_jax.files.hf import BaseFiles
+    from medusa_jax.files.layouts.convert import convert
+    from medusa_jax.files.layouts.layout import Export
+
+    bound = out / "start"
+    unbound = flags.start and not bound.exists()
+    if unbound and (stored := find_heads(flags.model, flags.start or "none")):
+        export = Export(stored, BaseFiles.open(find_model(flags.model)), flags.model)
+        convert(export, "native", str(bound), allow_other_base=True)
+
+
 def recipe(flags: Flags, out: Path, **fields: object) -> Config:
     """The configuration of the training."""
     from medusa_jax.training.own_recipe import recipe_with
@@ -173,21 +190,13 @@ def recipe(flags: Flags, out: Path, **fields: object) -> Config:
     given: Json = {"model.path": flags.model, "data.source": str(out / "text.jsonl")}
     given |= {"heads.drafter": flags.drafter or "medusa"}
     given |= {"data.chat_template": flags.chat_template or ""}
-    given |= (started(flags, out) if flags.start else {}) | fields
+    given |= (started(out) if flags.start else {}) | fields
     return recipe_with(given, str(out / "run"))
 
 
-def started(flags: Flags, out: Path) -> Json:
-    """The fields of a training that goes on from given heads, which out/start binds to the model."""
-    from medusa_jax.api import find_heads, find_model
-    from medusa_jax.files.hf import BaseFiles
-    from medusa_jax.files.layouts.convert import convert
-    from medusa_jax.files.layouts.layout import Export
-
+def started(out: Path) -> Json:
+    """The fields of a training that goes on from the heads in out/start."""
     bound = out / "start"
-    if not bound.exists() and (stored := find_heads(flags.model, flags.start or "none")):
-        export = Export(stored, BaseFiles.open(find_model(flags.model)), flags.model)
-        convert(export, "native", str(bound), allow_other_base=True)
     heads = json.loads(read_text(bound / "heads.json"))["heads"]
     fields = {f"heads.{name}": value for name, value in heads.items()}
     return fields | {"train.heads_path": str(bound), "optim.lr": RESTARTED}
