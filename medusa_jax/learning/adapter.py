@@ -206,12 +206,7 @@ def adapted(factors: Params, heads: Params) -> Params:
     return unflatten_dict(flat)  # type: ignore[no-any-return]
 
 
-def adapt(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Interceptor of modules (`nn.intercept_methods`) that adds the adapter's product to the kernel's."""
-    y, module = call(*args, **kwargs), context.module
-    if context.method_name != "product" or not module.has_variable("params", ENTRY):
-        return y
-    return with_adapter(module.get_variable("params", ENTRY), args[0], y)
+adapt = moments.at_products(ENTRY, with_adapter)
 
 
 def _pullback(function: Callable[..., jax.Array], of: Params, *others: Any) -> Any:

@@ -9,6 +9,7 @@ x are inputs of the kernel, d gradients of the loss at its outputs. The moments 
 per step however many these are; a step's own windows are only a few of them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,33 +41,38 @@ def joined(heads: Params, moments: Params) -> Params:
     return unflatten_dict(flat)  # type: ignore[no-any-return]
 
 
-def observe(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Interceptor of modules (`nn.intercept_methods`) that observes joined kernels."""
-    y, module = call(*args, **kwargs), context.module
-    if context.method_name != "product" or not module.has_variable("params", ENTRY):
-        return y
-    return _observed(y, args[0], module.get_variable("params", ENTRY))
+def at_products(entry: str, then: Callable[[Params, jax.Array, jax.Array], Any]) -> Any:
+    """Interceptor (`nn.intercept_methods`): products x -> y beside an entry become then(entry, x, y)."""
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        y, module = call(*args, **kwargs), context.module
+        if context.method_name != "product" or not module.has_variable("params", entry):
+            return y
+        return then(module.get_variable("params", entry), args[0], y)
+
+    return intercept
 
 
 @jax.custom_vjp
-def _observed(y: jax.Array, x: jax.Array, moments: Params) -> jax.Array:
+def _observed(moments: Params, x: jax.Array, y: jax.Array) -> jax.Array:
     return y
 
 
-def _forward(y: jax.Array, x: jax.Array, moments: Params) -> tuple[jax.Array, jax.Array]:
+def _forward(moments: Params, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     return y, x
 
 
-def _backward(x: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array, Params]:
+def _backward(x: jax.Array, d: jax.Array) -> tuple[Params, jax.Array, jax.Array]:
     x_NI, d_NO = (rows.reshape(-1, rows.shape[-1]).astype(jnp.float32) for rows in (x, d))
     counts_N1 = jnp.any(d_NO != 0, axis=1, keepdims=True)  # in the loss
     x_NI = jnp.where(counts_N1, x_NI, 0)
     rows = jnp.sum(counts_N1).astype(jnp.float32)
     moments = {"inputs_II": x_NI.T @ x_NI, "outputs_OO": d_NO.T @ d_NO, "rows": rows}
-    return d, jnp.zeros_like(x), moments
+    return moments, jnp.zeros_like(x), d
 
 
 _observed.defvjp(_forward, _backward)
+observe = at_products(ENTRY, _observed)
 
 
 def forgotten(factors: Params, moments: Params, tokens: Any, scale: float) -> jax.Array:
