@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import jax
 
 from medusa_jax.api import Model, default_drafter
-from medusa_jax.commands.bench import RaceFlags, out_directory, prompts_of
+from medusa_jax.commands.bench import RaceFlags, prompts_of
 from medusa_jax.commands.decode_report import products
 from medusa_jax.commands.entrants import load_entrants
-from medusa_jax.commands.flags import CommandLine, at_least, flag
+from medusa_jax.commands.flags import CommandLine, at_least, flag, out_directory
 from medusa_jax.commands.model_flags import generation_options
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
@@ -18,6 +18,7 @@ from medusa_jax.evaluate.questions import record_prompts
 from medusa_jax.evaluate.race import Contender, ourselves, rows_of, timed_runs
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
+from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.notation import entries
 from medusa_jax.tree.tree import Tree
 from research.bandwidth import read_bandwidth
@@ -85,7 +86,8 @@ def run(flags: Flags) -> int:
         )
     if jax.default_backend() != "cpu":
         raise UserError("engines are compared on the CPU: set JAX_PLATFORMS=cpu")
-    records, out = prompts_of(flags), out_directory(flags.out)
+    use_compilation_cache()
+    records, out = prompts_of(flags), out_directory(flags.out, "--out")
     names = flags.drafters or [default_drafter(flags.model)]
     entrants = list(load_entrants(flags, names, flags.trees))
     model, threads = entrants[0].model, flags.threads or processors()

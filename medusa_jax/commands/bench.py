@@ -19,7 +19,7 @@ from medusa_jax.commands.entrants import (
     load_entrants,
     marked,
 )
-from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
+from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers, out_directory
 from medusa_jax.commands.model_flags import BaseFlags, GenerationFlags, generation_options
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.question_files import read_questions
@@ -222,9 +222,12 @@ def race_batches(flags: Flags, entrants: Sequence[Entrant], tasks: Tasks) -> lis
 
 def run(flags: Flags) -> int:
     """Race all drafters, all their trees and plain decoding; print the table, write the files."""
+    from medusa_jax.kept_programs import use_compilation_cache
+
     if flags.batches and flags.by_category:
         raise UserError("--by_category does not go with --batches")
-    out = out_directory(flags.out)
+    use_compilation_cache()
+    out = out_directory(flags.out, "--out")
     drafters = flags.drafters or default_names(flags.model)
     entrants = marked([*load_entrants(flags, drafters, flags.trees)])
     model = entrants[0].model
@@ -255,22 +258,6 @@ def run(flags: Flags) -> int:
     )
     write_report(out, "race", facts, rows, columns, notes)
     return 0
-
-
-def out_directory(path: str, flag: str = "--out") -> Path:
-    """A directory for results, created; compiled programs are kept on disk.
-
-    Raises:
-      UserError: it holds a model.
-    """
-    from medusa_jax.files.not_replaced import refuse_model
-    from medusa_jax.kept_programs import use_compilation_cache
-
-    use_compilation_cache()
-    refuse_model(path, flag)
-    out = Path(path)
-    out.mkdir(parents=True, exist_ok=True)
-    return out
 
 
 main = CommandLine("medusa bench", Flags, run, EXAMPLES)

@@ -7,7 +7,14 @@ number of rows; decoding uses the one next to the heads.
 import dataclasses
 from pathlib import Path
 
-from medusa_jax.commands.flags import CommandLine, at_least, file_to_write, flag, numbers
+from medusa_jax.commands.flags import (
+    CommandLine,
+    at_least,
+    file_to_write,
+    flag,
+    numbers,
+    out_directory,
+)
 from medusa_jax.commands.model_flags import (
     GenerationFlags,
     MeshFlags,
@@ -87,7 +94,6 @@ def run(flags: Flags) -> int:
     import jax
 
     from medusa_jax.api import default_drafter, find_heads
-    from medusa_jax.commands.bench import out_directory
     from medusa_jax.evaluate.questions import read_prompts, record_prompts
     from medusa_jax.evaluate.text_ranks import distilled_texts
     from medusa_jax.evaluate.tree_fit import fit_tree

@@ -220,6 +220,20 @@ def file_to_write(path: str, flag: str) -> Path:
     return file
 
 
+def out_directory(path: str, flag: str) -> Path:
+    """A directory for results, created.
+
+    Raises:
+      UserError: it holds a model.
+    """
+    from medusa_jax.files.not_replaced import refuse_model  # here, not for --help
+
+    refuse_model(path, flag)
+    out = Path(path)
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
 Hosted = TypeVar("Hosted", bound=HostFlags)
 
 
