@@ -1,6 +1,6 @@
 """The Python interface: `load` a backbone with its draft heads, then `generate` or `stream`.
 
-decode.py, the notebooks, the evaluators and the tests all go through here.
+Commands, evaluators and notebooks use it, too.
 """
 
 from medusa_jax.api.bundles import DEMO, default_drafter, find_heads, find_model

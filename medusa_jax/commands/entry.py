@@ -22,7 +22,7 @@ def run_main(main: Callable[[], int], again: str = "") -> int:
       again: the command line that resumes, for a command that keeps finished work.
     """
     open_standard_streams()
-    # By default Python looks for circles of references during a quarter of the time of imports, and at the end.
+    # Python's garbage collector by default takes a quarter of the imports' time, and runs again at exit.
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)
     try:

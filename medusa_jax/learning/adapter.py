@@ -92,7 +92,7 @@ class Adapter:
         self.begin(lora.init_factors(sizes, jax.random.key(0), RANK))
 
     def begin(self, factors: Params, steps: int = 0) -> None:
-        """Go on from these factors, the mean after this many steps."""
+        """Continue from these factors: the running mean that `steps` earlier steps left."""
         self.factors = self._trained = factors
         self._state, self._steps = self._adam.init(factors), steps
         self._total, self._learned = jax.tree.map(jnp.zeros_like, factors), 0

@@ -36,7 +36,10 @@ def no_moments(shapes: dict[str, tuple[int, int]]) -> Params:
 
 
 def joined(heads: Params, moments: Params) -> Params:
-    """Heads with moments. Under `observe`, the gradient of the latter is the moments of the text in the loss."""
+    """The heads with an entry `moments` beside each kernel.
+
+    Under `observe`, the loss's gradient by this entry is the moments of its text.
+    """
     flat = flatten_dict(heads) | flatten_dict(moments)
     return unflatten_dict(flat)  # type: ignore[no-any-return]
 
