@@ -3,7 +3,8 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from functools import cached_property
+from typing import NamedTuple
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -12,6 +13,8 @@ _CALLED = re.compile(r"(body|condition|to_apply|calls)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _BRANCH = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_LABEL = re.compile(r'op_name="([^"]*)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _BITS = {"pred": 8, "token": 0}
 
 
@@ -60,28 +63,37 @@ class Instruction:
         """Bytes of all results."""
         return sum(array.bytes for array in self.results)
 
+    @cached_property
+    def label(self) -> str:
+        """The path of named scopes and modules that it comes from; empty if unknown."""
+        match = _LABEL.search(self.text)
+        return match[1] if match else ""
+
+    @cached_property
+    def cycles(self) -> int:
+        """The compiler's estimate for one execution; 0 where it gives none."""
+        match = _CYCLES.search(self.text)
+        return int(match[1]) if match else 0
+
     def calls(self, role: str) -> list[str]:
         """Computations that it calls in this role."""
         return [name for kind, name in self.called if kind == role]
 
 
-X = TypeVar("X", bound=Instruction)
-
-
 @dataclass(frozen=True)
-class Program(Generic[X]):
+class Program:
     """The instructions of each computation in order, and the entry's name."""
 
-    computations: dict[str, list[X]]
+    computations: dict[str, list[Instruction]]
     entry: str
 
-    def fused(self, x: X) -> list[X]:
+    def fused(self, x: Instruction) -> list[Instruction]:
         """The instructions of a fusion, those of fusions within it included; else none."""
         names = x.calls("calls") if x.opcode == "fusion" else []
         instructions = [y for name in names for y in self.computations[name]]
         return [z for y in instructions for z in (y, *self.fused(y))]
 
-    def trips(self, loop: X) -> int:
+    def trips(self, loop: Instruction) -> int:
         """Iterations of a loop that counts from 0 to a constant; 0 if the data decide.
 
         XLA for TPUs does not write known counts, so they are read from the condition: a single
@@ -103,7 +115,7 @@ class Program(Generic[X]):
         return bounds[0]
 
 
-def read_program(text: str) -> Program[Instruction]:
+def read_program(text: str) -> Program:
     """Parse the text of a compiled program."""
     computations: dict[str, list[Instruction]] = {}
     entry = name = ""

@@ -28,8 +28,8 @@ from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.files import TreeFile
 from medusa_jax.tree.tree import Tree
 from research.compiled import report
-from research.compiled.labelled import read_program
 from research.compiled.programs import Case, compile_training
+from research.compiled.readers import read_program
 from research.compiled.targets import HERE, Target, find_target
 from research.compiled.warnings import step_warnings
 from research.shapes import find_shape

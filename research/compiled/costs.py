@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from jax.stages import Compiled
 
-from research.compiled.labelled import PASSING, Instruction, Program, read_program
+from medusa_jax.hlo.program import Instruction
+from research.compiled.readers import PASSING, Program, read_program
 
 STAGES = ("draft", "backbone", "attention", "lm_head", "accept", "commit", "sampling")
 # A drafter has layers, attention and LM heads, too: they are its stage's.

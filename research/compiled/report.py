@@ -11,8 +11,8 @@ from medusa_jax.heads.drafter import Drafter, NoDrafter
 from medusa_jax.notation import byte_size
 from medusa_jax.tree.tree import Tree
 from research.compiled.costs import Cost, bytes_read, kernels, of_all_layers, step_costs
-from research.compiled.labelled import Program, read_program
 from research.compiled.programs import Case, Step, compile_step
+from research.compiled.readers import Program, read_program
 from research.compiled.warnings import warnings_of
 
 

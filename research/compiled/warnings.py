@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from medusa_jax.hlo.program import Instruction
 from research.compiled.costs import Cost, stage_of
-from research.compiled.labelled import PASSING, Instruction, Program
+from research.compiled.readers import PASSING, Program, largest
 
 SORT = "sort over the vocabulary"
 COPY = "cache-sized copy"
@@ -89,11 +90,11 @@ def _defects(
     ):
         names.append(HOST)
     # In place it is one kernel for all rows; where its neighbours have another layout, there are copies.
-    scatters = x.largest >= cache_numbers and any(y.opcode == "scatter" for y in fused)
+    scatters = largest(x) >= cache_numbers and any(y.opcode == "scatter" for y in fused)
     if scatters and any(_is_copy(program, y, cache_numbers) for y in _next_to(program, x)):
         names.append(SCATTER)
     sums = not products and any(y.opcode == "reduce" for y in fused)
-    if sums and any(_multiplies(x, y) and y.largest >= large for y in fused):
+    if sums and any(_multiplies(x, y) and largest(y) >= large for y in fused):
         names.append(ONE_ROW)
     if any(_is_float32(program, y, large) for y in products):
         names.append(FLOAT32)
@@ -110,7 +111,7 @@ def _multiplies(x: Instruction, y: Instruction) -> bool:
 def _is_copy(program: Program, x: Instruction, cache_numbers: int) -> bool:
     """Whether it only moves an array of the size of a cache, alone or as a fusion's last part."""
     last = program.computations[x.calls("calls")[0]][-1] if x.opcode == "fusion" else x
-    return last.opcode in ("copy", "transpose") and x.largest >= cache_numbers
+    return last.opcode in ("copy", "transpose") and largest(x) >= cache_numbers
 
 
 def _next_to(program: Program, x: Instruction) -> list[Instruction]:

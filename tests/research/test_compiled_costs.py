@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from medusa_jax.hlo.program import read_instruction
 from research.compiled import warnings
 from research.compiled.costs import kernels, kernels_of, of_all_layers, step_costs
-from research.compiled.labelled import read_instruction, read_program
+from research.compiled.readers import read_program
 
 # A loop of a layer, its LM head, and a sampler of which one branch counts to 40.
 LAYER = "jit(decode_loop)/while/body/backbone/jit(_run_layer)/Block"

@@ -1,42 +1,22 @@
-"""Compiled programs with the labels, estimates and readers of their instructions."""
+"""Compiled programs whose instructions know their readers."""
 
-import dataclasses
-import re
 from dataclasses import dataclass
 from functools import cached_property
 
 from medusa_jax.hlo import program as hlo
+from medusa_jax.hlo.program import Instruction
 
-_LABEL = re.compile(r'op_name="([^"]*)"')
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # Opcodes that pass values on.
 PASSING = {"bitcast", "get-tuple-element", "tuple", "optimization-barrier"}
 
 
-@dataclass(frozen=True)
-class Instruction(hlo.Instruction):
-    """One instruction, with its attributes."""
-
-    @cached_property
-    def label(self) -> str:
-        """The path of named scopes and modules that it comes from; empty if unknown."""
-        match = _LABEL.search(self.text)
-        return match[1] if match else ""
-
-    @cached_property
-    def cycles(self) -> int:
-        """The compiler's estimate for one execution; 0 where it gives none."""
-        match = _CYCLES.search(self.text)
-        return int(match[1]) if match else 0
-
-    @property
-    def largest(self) -> int:
-        """Elements of the largest result."""
-        return max((array.numbers for array in self.results), default=0)
+def largest(x: Instruction) -> int:
+    """Elements of the largest result."""
+    return max((array.numbers for array in x.results), default=0)
 
 
 @dataclass(frozen=True)
-class Program(hlo.Program[Instruction]):
+class Program(hlo.Program):
     """A program whose instructions know their readers."""
 
     @cached_property
@@ -65,17 +45,7 @@ class Program(hlo.Program[Instruction]):
         return max(loops, key=lambda x: size[x.name], default=None)
 
 
-def read_instruction(line: str) -> Instruction:
-    """Parse one line of a program."""
-    return _labelled(hlo.read_instruction(line))
-
-
 def read_program(text: str) -> Program:
     """Parse the text of a compiled program (`compiled.as_text()`)."""
     plain = hlo.read_program(text)
-    computations = {name: [*map(_labelled, xs)] for name, xs in plain.computations.items()}
-    return Program(computations, plain.entry)
-
-
-def _labelled(x: hlo.Instruction) -> Instruction:
-    return Instruction(*(getattr(x, field.name) for field in dataclasses.fields(x)))
+    return Program(plain.computations, plain.entry)
