@@ -33,7 +33,7 @@ class Family:
       shape: what differs from Llama in all of them.
       reads: further fields -> those of `LlamaConfig` that they set: switches, and multipliers, which are 1 if absent.
       names: other names of fields -> Llama's; if a file has both, the other name's value counts.
-      renamed: Llama's names that are not read, since the family has other ones.
+      renamed: names that are not read: the family has other ones, or its transformers class ignores them.
       derived: fields of `LlamaConfig` that follow from others.
       windows: layers with the window if there are no layer_types: "" (the family has none), "all", "late" (from
         max_window_layers on), or "period" (all but every n-th, n = sliding_window_pattern).
@@ -112,7 +112,7 @@ FAMILIES: dict[str, Family] = {
     # Its code is in no release of transformers; these are the defaults of that code.
     "minicpm": Family(
         context=2048, defaults=_TIED, reads=_BIAS, expected={"sparse_config": (None,)}, derived=_minicpm),
-    "phi3": Family(context=4096, defaults=_EPS, windows="all", partial=True, fused=True),
+    "phi3": Family(context=4096, defaults=_EPS, windows="all", renamed=("layer_types",), partial=True, fused=True),
     "olmo2": Family(context=2048, defaults=_EPS, shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS),
     "olmo3": Family(
         context=2048, defaults=_EPS | _WINDOW | {"rope_theta": 5e5, "sliding_window_pattern": 4},

@@ -196,8 +196,6 @@ def _window_layers(family: Family, fields: Fields, n: int) -> tuple[bool, ...]:
     late = family.windows == "late"
     window = family.windows and fields.count("sliding_window", 0, least=0)
     is_off = not window or (late and not fields.switch("use_sliding_window"))
-    if family.windows == "all":
-        return (not is_off,) * n
     if kinds:
         if len(kinds) != n:
             fields.refuse("layer_types", f"a list of {n} kinds")
@@ -209,7 +207,7 @@ def _window_layers(family: Family, fields: Fields, n: int) -> tuple[bool, ...]:
     if is_off:
         return (False,) * n
     start = fields.count("max_window_layers", 28, least=0) if late else 0
-    period = n + 1 if late else fields.count("sliding_window_pattern")
+    period = fields.count("sliding_window_pattern") if family.windows == "period" else n + 1
     return tuple(i >= start and (i + 1) % period > 0 for i in range(n))
 
 

@@ -104,6 +104,9 @@ ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position
           for name in ("gemma3_text", "olmo3")),
         ({"model_type": "mistral", "sliding_window": 4096}, WINDOW, (4096, ())),
         ({"model_type": "mistral", "sliding_window": None}, WINDOW, (0, ())),
+        # Ministral 8B's files: transformers reads them as another family, and ignores the field for Phi 3.
+        (MIXED | {"model_type": "mistral"}, WINDOW, (4096, (True, False) * 16)),
+        (MIXED | PHI3 | {"sliding_window": 8}, WINDOW, (8, ())),
         (QWEN2 | {"use_sliding_window": False, "sliding_window": 9}, WINDOW, (0, ())),
         (QWEN2 | {"sliding_window": 8}, WINDOW, (8, LATE)),
         (QWEN2 | {"sliding_window": 8, "max_window_layers": 32}, WINDOW, (0, ())),
@@ -119,8 +122,10 @@ ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position
     ],
 )  # fmt: skip
 def test_configs(changes, names, values, tmp_path):
+    """Of files, and of those that we write."""
     config = read(tmp_path, **changes)
-    assert [getattr(config, name) for name in names] == [*values]
+    for one in (config, parse_config("config.json", config_to_hf(config))):
+        assert [getattr(one, name) for name in names] == [*values]
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -376,7 +381,7 @@ def test_what_a_training_has_ruined_is_named(tmp_path):
 
 
 def test_impossible_combination_cannot_be_saved(tmp_path):
-    odd = {"sliding_window": 4, "window_layers": (False, True)}
+    odd = {"sliding_window": 4, "window_layers": (False, True), "mlp_bias": True}
     with refused("no Hugging Face model class"):
         save_backbone(str(tmp_path), dataclasses.replace(TINY, **odd), {})
 

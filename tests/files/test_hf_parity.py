@@ -156,27 +156,34 @@ def test_logits_agree(case, models):
         assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("case", ["gemma3", "olmo3_listed"])
-def test_rope_scaling_beside_rope_parameters(case, models, tmp_path):
-    """A file with both, as some converted ones: transformers adds the one to the other's full attention."""
+# A model, changes of its config.json, and whether they change its text.
+EDITED = [
+    # A file with both, as some converted ones: transformers adds the one to the other's full attention.
+    *((case, {"rope_scaling": LINEAR | {"factor": 8.0}}, True) for case in ("gemma3", "olmo3_listed")),
+    *(("mistral_window", {"layer_types": kinds}, kinds is not None)
+      for kinds in (None, ["full_attention", "sliding_attention"])),
+    ("phi3_window", {"layer_types": ["full_attention", "sliding_attention"]}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "changes", "is_other"), EDITED)
+def test_logits_agree_after_a_change(case, changes, is_other, models, tmp_path):
     shutil.copytree(models(case)[1], tmp_path, dirs_exist_ok=True)
     file = tmp_path / "config.json"
-    both = json.loads(file.read_text()) | {
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0}
-    }
-    file.write_text(json.dumps(both))
+    raw = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps(raw))
     auto = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path, attn_implementation="eager").eval()
     config, params = hf.load_backbone(str(tmp_path), make_mesh())
     text = np.random.default_rng(0).integers(0, V, T)
     with torch.no_grad():
-        [expected], [unscaled] = (
+        [expected], [unchanged] = (
             one(torch.tensor(text[None])).logits.numpy() for one in (model, models(case)[0])
         )
     ours = forward_logits(config, params, text, jnp.float32)
     most = np.abs(expected).max()
     assert np.abs(ours - expected).max() < 1e-5 * most
-    assert np.abs(unscaled - expected).max() > 0.01 * most
+    assert (np.abs(unchanged - expected).max() > 0.01 * most) == is_other
 
 
 @pytest.mark.parametrize("case", CASES)
