@@ -3,7 +3,7 @@
 import math
 import os
 from dataclasses import fields
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError, one_of
@@ -224,12 +224,12 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
     if family.window_theta:
         by_kind = Fields(file, tables.table("rope_parameters"))
         local = Fields(file, by_kind.table(LAYER_KINDS[1]))
-        local.expect({"rope_type": ("default",)})
+        name = f"{LAYER_KINDS[1]}'s rope_type"
+        Fields(file, {name: _kind(local.values)}).expect({name: ("default",)})
         theta = raw.get("rope_local_base_freq") or family.window_theta
         fields["rope_window_theta"] = local.number("rope_theta", theta)
         rope = by_kind.table(LAYER_KINDS[0]) | tables.table("rope_scaling") or rope
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind
+    kind = _kind(rope)
     outer = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     values = {n: value for n, value in (outer | rope).items() if value is not None}
     inner = Fields(file, values)
@@ -266,6 +266,12 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
     if "rope_original_max_position" in fields:
         fields["rope_original_max_position"] = int(fields["rope_original_max_position"])
     return fields | {"rope_scaling": kind}
+
+
+def _kind(rope: Json) -> Any:
+    """The kind of a table of rope parameters, also in the older spelling."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return "longrope" if kind == "su" else kind
 
 
 def _yarn_defaults(inner: Fields) -> None:

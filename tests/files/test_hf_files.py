@@ -181,6 +181,9 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
         (PHI3 | {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 1},
          "original_max_position_embeddings should be a number above 1"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differ by layer"),
+        *(({"model_type": name, "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {spelling: "linear"}}},
+           "sliding_attention's rope_type 'linear' is not supported")
+          for name in ("gemma3_text", "olmo3") for spelling in ("type", "rope_type")),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 5}, "do not fit together"),
         (QWEN2 | {"layer_types": ["chunked_attention"] * 32}, "layer_types is one of .*chunked"),
