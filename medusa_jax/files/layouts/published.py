@@ -24,6 +24,8 @@ SAFE = [
 TORCH = ["medusa_lm_head.pt", "hydra_lm_head.pt", "adapter_model.bin"]
 # Keys that a model has, and heads do not.
 _OF_MODEL = {"model.norm.weight", EMBEDDING}
+# Where heads are in a trained backbone, a training's directory and `medusa own`'s.
+_PLACES = ("heads", "export", "export/heads", "run/export")
 SOURCES = (
     "heads that train.py wrote (heads.json, heads.safetensors), published Medusa, Hydra, EAGLE-1, "
     "EAGLE-3, DFlash or DSpark heads (medusa_lm_head, hydra_lm_head, an adapter, a full model, vLLM's layout)"
@@ -79,17 +81,17 @@ def _first_file(folder: str, names: list[str]) -> str:
 
 
 def _no_heads(path_or_id: str, folder: str, tensors: Tensors) -> UserError:
-    heads = os.path.join(folder, "heads")
-    if os.path.isfile(os.path.join(heads, DESCRIPTION)):
-        return UserError(
-            f"{path_or_id} holds a model with its heads: give --drafter {heads}"
-        )
+    for inner in _PLACES:
+        heads = os.path.join(folder, inner)
+        if os.path.isfile(os.path.join(heads, DESCRIPTION)):
+            where = "holds draft heads in a directory below"
+            return UserError(f"{path_or_id} {where}: give --drafter {heads}")
     if tensors and tensors.keys().isdisjoint(_OF_MODEL):
         keys = ", ".join(map(repr, sorted(tensors)[:3]))
         return UserError(
             f"{path_or_id} has keys of no known draft heads, such as {keys}: --drafter takes {SOURCES}"
         )
-    if os.path.isfile(os.path.join(folder, "config.json")):
+    if "model_type" in optional_json(os.path.join(folder, "config.json")):
         return UserError(
             f"{path_or_id} holds a model, not draft heads: give it to --model, and --drafter {SOURCES}"
         )

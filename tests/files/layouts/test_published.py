@@ -396,9 +396,19 @@ def test_other_things_are_no_heads(tmp_path):
     write(model, {"model.norm.weight": normal(np.random.default_rng(0), D)},
           "model.safetensors", {"model_type": "llama"})  # fmt: skip
     fails("holds a model, not draft heads: give it to --model", model)
-    (model / "heads").mkdir()
-    (model / "heads" / "heads.json").write_text("{}")
-    fails(f"a model with its heads: give --drafter {model}/heads", model)
+    training = tmp_path / "training"
+    training.mkdir()
+    (training / "config.json").write_text('{"model": {}, "workdir": ""}')
+    fails("training holds no draft heads", training)
+    for above, heads in (
+        (model, model / "heads"),
+        (training, training / "export"),
+        (tmp_path / "own", tmp_path / "own/run/export"),
+        (tmp_path / "tuned", tmp_path / "tuned/export/heads"),
+    ):
+        heads.mkdir(parents=True)
+        (heads / "heads.json").write_text("{}")
+        fails(f"draft heads in a directory below: give --drafter {heads}", above)
     (tmp_path / "empty").mkdir()
     strange = {f"{name}.weight": np.ones(2, np.float32) for name in "abcd"}
     write(tmp_path / "strange", strange, "model.safetensors", {"model_type": "llama"})
