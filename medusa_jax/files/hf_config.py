@@ -51,7 +51,11 @@ def read_config(path: str) -> LlamaConfig:
             f"{path} {what} an adapter (adapter_config.json), which transformers applies to the model: save the "
             "model that PEFT merges it into"
         )
-    return parse_config(file, read_json(file))
+    if not os.path.exists(file) and os.path.exists(os.path.join(path, "heads.json")):
+        raise UserError(f"{path} holds draft heads, not a model: give it to --drafter")
+    if "workdir" in (raw := read_json(file)) and "model_type" not in raw:
+        raise UserError(f"{path} is a training's directory: what it trained is in export/")
+    return parse_config(file, raw)
 
 
 def family_of(file: str, raw: Json) -> Family:
