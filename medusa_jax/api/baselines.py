@@ -8,19 +8,17 @@ draft_model                        the bundled one, as with the demo
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
 
 from jax.sharding import Mesh
 
-from medusa_jax.api.form import Form
-from medusa_jax.arch import STORED, HeadsConfig
+from medusa_jax.api.form import Form, read_backbone
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.files import hf
+from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hub import resolve
 from medusa_jax.heads.draft_model import MODEL, DraftModelConfig
 from medusa_jax.heads.names import split_drafter
 from medusa_jax.heads.registry import drafter_class, is_baseline
-from medusa_jax.model.convert import place_part
 from medusa_jax.sharding import Params
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer, has_tokenizer, load_tokenizer
 from medusa_jax.whole_files import Json
@@ -86,7 +84,7 @@ def load_baseline(
 
     Args:
       tokenizer: the backbone's; a draft model's tokenizer, if both exist, must agree with it.
-      form: of the draft model as of the backbone.
+      form: of the draft model's weights, as of the backbone's.
 
     Raises:
       UserError: a draft model that cannot be read or has another tokenizer.
@@ -100,10 +98,6 @@ def load_baseline(
             f"the draft model {baseline.path} has another tokenizer than the model: its tokens "
             "would mean something else"
         )
-    place = partial(
-        place_part, dtype=form.dtype, mesh=mesh, storage=form.storage, kernels=form.kernels
-    )
-    arch, params = hf.load_backbone(
-        directory, mesh, str(form.dtype), place, form.storage.weights == STORED
-    )
-    return dataclasses.replace(baseline.config, arch=arch), {MODEL: params}  # type: ignore[call-arg]
+    base = BaseFiles.open(directory)
+    config = dataclasses.replace(baseline.config, arch=base.config)  # type: ignore[call-arg]
+    return config, {MODEL: read_backbone(base, form, mesh)}

@@ -1,6 +1,7 @@
-"""The types that a model is read, computed and stored in."""
+"""The types of a model, and the reading of its weights in them."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,11 @@ from medusa_jax.errors import UserError, one_of
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.tensors import stands_for_gguf
 from medusa_jax.kernels.choose import choose_kernels
-from medusa_jax.model.convert import choose_storage
+from medusa_jax.mapped import made_once
+from medusa_jax.model.convert import choose_storage, place_part
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
+from medusa_jax.sharding import Params
 
 
 @dataclass(frozen=True)
@@ -112,3 +115,17 @@ def stored_if_possible(
         "the file's weights are unpacked: reading them as stored needs one CPU and a C++ compiler"
     )
     return None
+
+
+def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
+    """Read the backbone layer by layer; each is converted to decoding form before the next."""
+
+    def place(part: Params) -> Params:
+        return place_part(base.config, part, form.dtype, mesh, form.storage, form.kernels)
+
+    in_blocks = form.storage.weights == STORED
+    read_all = partial(base.parameters, mesh, form.read_as, place, in_blocks)
+    if not form.storage.panel:
+        return read_all()
+    marks = base.config, form, form.kernels.mark
+    return made_once("weights", base.files, marks, read_all)

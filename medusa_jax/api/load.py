@@ -4,18 +4,15 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from os import PathLike, fspath
 
-from jax.sharding import Mesh
-
 from medusa_jax.api.bundles import default_drafter, find_model
-from medusa_jax.api.form import Form, choose_form, default_dtype, product_forms
+from medusa_jax.api.form import choose_form, default_dtype, product_forms, read_backbone
 from medusa_jax.api.loaded_drafter import find_drafter, open_drafter
 from medusa_jax.api.model import Model
 from medusa_jax.api.prompts import check_tokens
 from medusa_jax.api.tree_choice import TreeChoice
-from medusa_jax.arch import STORED
 from medusa_jax.console import inform
 from medusa_jax.decoding.request import begin_keys
 from medusa_jax.errors import between
@@ -23,11 +20,9 @@ from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.text_defaults import TextDefaults, name_unapplied, text_defaults
 from medusa_jax.kernels.choose import begin_loading
-from medusa_jax.mapped import made_once
-from medusa_jax.model.convert import place_part
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
-from medusa_jax.sharding import Params, make_mesh
+from medusa_jax.sharding import make_mesh
 from medusa_jax.text.tokenizer import (
     NoTokenizer,
     Tokenizer,
@@ -209,16 +204,3 @@ def open_model(model: str | None, tokenizer: str | None = None) -> ModelFiles:
             "tokens is refused"
         )
     return ModelFiles(directory, base, text_to_ids)
-
-
-def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
-    """Read the backbone layer by layer; each is converted to decoding form before the next."""
-    place = partial(
-        place_part, dtype=form.dtype, mesh=mesh, storage=form.storage, kernels=form.kernels
-    )
-    in_blocks = form.storage.weights == STORED
-    read_all = partial(base.parameters, mesh, form.read_as, place, in_blocks)
-    if not form.storage.panel:
-        return read_all()
-    marks = base.config, form, form.kernels.mark
-    return made_once("weights", base.files, marks, read_all)

@@ -3,9 +3,8 @@
 import hashlib
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import jax
 import numpy as np
@@ -28,7 +27,7 @@ from medusa_jax.files.hf_keys import (
 )
 from medusa_jax.files.hub import resolve
 from medusa_jax.files.json_files import read_json
-from medusa_jax.files.source import Source, flatten
+from medusa_jax.files.source import Convert, Source, flatten
 from medusa_jax.files.stored_forms import as_llama
 from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
 from medusa_jax.files.tensors import open_checkpoint, weights_files
@@ -87,7 +86,7 @@ class BaseFiles(Source):
         self,
         mesh: Mesh,
         dtype: DTypeLike = "float32",
-        convert: Callable[[LlamaConfig, Params], Params] | None = None,
+        convert: Convert | None = None,
         in_blocks: bool = False,
     ) -> Params:
         """All parameters, placed on the mesh.
@@ -103,8 +102,7 @@ class BaseFiles(Source):
         Raises:
           UserError: unreadable, or keys that contradict the configuration (checked before anything is read).
         """
-        entry = None if convert is None else partial(convert, self.config)
-        return self.load(abstract_params(self.config), mesh, dtype, entry, in_blocks)
+        return self.load(abstract_params(self.config), mesh, dtype, convert, in_blocks)
 
     def array(self, path: str) -> np.ndarray:
         """The parameter at a path of the tree, in its orientation and the stored type.
@@ -204,12 +202,8 @@ def model_shape(directory: str) -> LlamaConfig:
 
 
 def load_backbone(
-    path: str,
-    mesh: Mesh,
-    dtype: DTypeLike = "float32",
-    convert: Callable[[LlamaConfig, Params], Params] | None = None,
-    in_blocks: bool = False,
+    path: str, mesh: Mesh, dtype: DTypeLike = "float32"
 ) -> tuple[LlamaConfig, Params]:
     """Configuration and parameters of a model directory or hub id; as `BaseFiles.parameters`."""
     base = BaseFiles.open(path)
-    return base.config, base.parameters(mesh, dtype, convert, in_blocks)
+    return base.config, base.parameters(mesh, dtype)

@@ -98,17 +98,17 @@ def load_backbone(
     arch, mesh, kind = plan.arch, plan.mesh, plan.model.quantise
     key = jax.random.key(plan.train.seed)
 
-    def convert(_: LlamaConfig, entry: PyTree) -> PyTree:
+    def convert(entry: PyTree) -> PyTree:
         return quantise_backbone(entry, kind) if kind else entry
 
     with announced(f"reading the backbone, to {kind}") if kind else nullcontext():
         if not files:
             random = init_sharded(mesh, lambda k: init_params(arch, k, dtype), key)
-            return convert(arch, random), fingerprint(arch, random)
+            return convert(random), fingerprint(arch, random)
         params, stored = files.parameters(mesh, dtype, convert), files.by_row()
         if n := plan.model.add_layers:
             added = more_layers(arch, n, key, mesh)
-            params, stored = params | convert(arch, added), stored | flatten(added)
+            params, stored = params | convert(added), stored | flatten(added)
     return params, fingerprint(arch, stored)
 
 
