@@ -7,28 +7,19 @@ import numpy as np
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.cpu.panels import FORMS, Panels, in_panels
 from medusa_jax.model.blocks import Blocks
-from medusa_jax.model.stored import Storage
 from medusa_jax.native import loaded, panel
 from medusa_jax.sharding import Params, PyTree
 
 
 def read_blocks(
-    config: LlamaConfig, part: Params, blocks: Params, others: Params, storage: Storage
+    config: LlamaConfig, name: str, blocks: Params, others: Params, activations: int
 ) -> Params:
-    """Convert an entry of the backbone: `Blocks` to panels of the same blocks, or, for embeddings of
-    other types, to float32.
-
-    Args:
-      part: the entry, such as {"layers_3": ...}.
-      blocks: its `Blocks`.
-      others: its other parameters, in decoding form.
-    """
-    [name] = part
+    """`Kernels.read_blocks`: panels of the same blocks, or, for embeddings of other types, float32."""
     if name != "embed_tokens":
-        return {name: _packed(blocks, others[name], storage.activations)}
+        return {name: _packed(blocks, others, activations)}
     rows: Blocks = blocks["embedding"]
     native = packs(rows.kind, rows.inputs)
-    panels = pack(rows, storage.activations) if native or config.tie_embeddings else None
+    panels = pack(rows, activations) if native or config.tie_embeddings else None
     embedding = panels if native else jnp.asarray(rows.unpacked(slice(None)))
     # A tied LM head is the same panels.
     head = {"lm_head": {"kernel": panels}} if config.tie_embeddings else {}

@@ -84,10 +84,10 @@ def place_part(
     [(name, inner)] = part.items()
     blocks, plain = split_blocks(inner)
     if blocks:
-        others = {name: plain}
         if plain:
-            others = place_part(config, others, dtype, mesh, storage, kernels)
-        return kernels.read_blocks(config, part, blocks, others, storage)
+            others = place_part(config, {name: plain}, dtype, mesh, storage, kernels)
+            plain = others[name]
+        return kernels.read_blocks(config, name, blocks, plain, storage.activations)
     # One program places every layer; the sharding table needs only one layer's name.
     entry_name = "layers_0" if name.startswith("layers_") else name
     out = jax.block_until_ready(

@@ -280,19 +280,20 @@ class Kernels:
     def read_blocks(
         self,
         config: LlamaConfig,
-        part: Params,
+        name: str,
         blocks: Params,
         others: Params,
-        storage: Storage,
+        activations: int,
     ) -> Params:
         """Convert an entry of the backbone that comes in the blocks of a GGUF file (`model/blocks.py`).
 
         Only kernels with panels can.
 
         Args:
-          part: the entry, such as {"layers_3": ...}.
+          name: of the entry, such as "layers_3".
           blocks: its `Blocks`.
           others: its other parameters, in decoding form.
+          activations: as in `Storage`.
         """
         raise NotImplementedError
 
