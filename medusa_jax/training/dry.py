@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from medusa_jax.config import Config, DataConfig
+from medusa_jax.config import DataConfig
 from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import is_here, resolve
@@ -24,7 +24,7 @@ from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.notation import byte_size
-from medusa_jax.sharding import PyTree, bytes_on_device, make_mesh
+from medusa_jax.sharding import PyTree, bytes_on_device
 from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.training.data import sources
 from medusa_jax.training.data.hidden_store import encode
@@ -93,20 +93,8 @@ def dry_run(plan: RunPlan) -> Json:
     return report
 
 
-def step_shapes(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Shapes:
-    """The step of a run, nothing read and nothing computed.
-
-    Args:
-      devices: as for `make_mesh`.
-
-    Raises:
-      UserError: inconsistent sizes.
-    """
-    return shapes_of(RunPlan(cfg, make_mesh(cfg.mesh, devices), dry=True))
-
-
 def shapes_of(plan: RunPlan) -> Shapes:
-    """The step of a plan, with `plan.train.steps` or 1000 updates."""
+    """The step of a plan, with `plan.train.steps` or 1000 updates; nothing is read or computed."""
     train, data, mesh = plan.train, plan.data, plan.mesh
     steps = train.steps or 1000
     stage = make_stage(train, plan.arch, plan.groups, plan.drafter, plan.lora, steps, mesh)
@@ -169,10 +157,10 @@ def sizes(shapes: Shapes) -> Json:
     }
 
 
-def figures(cfg: Config | RunPlan, compiled: Compiled) -> Json:
+def figures(plan: RunPlan, compiled: Compiled) -> Json:
     """Memory and traffic of each device, from the compiled step."""
     # Loops of unknown length are those over chunks of the loss; assume that all tokens count.
-    chunks = -(-cfg.data.seq_len // cfg.train.loss_chunk)
+    chunks = -(-plan.data.seq_len // plan.train.loss_chunk)
     sent_bytes = sent_by_kind(collectives(compiled.as_text() or ""), chunks)
     return memory_of(compiled) | {"sent_bytes": sent_bytes}
 

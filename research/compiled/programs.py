@@ -30,7 +30,7 @@ from medusa_jax.sharding import (
     shapes_with,
 )
 from medusa_jax.training import dry
-from medusa_jax.training.plan import backbone_shape
+from medusa_jax.training.plan import RunPlan, backbone_shape
 from medusa_jax.tree.tree import Tree
 from research.compiled.targets import Target
 from research.weights import abstract_state, abstract_variables
@@ -157,9 +157,10 @@ def compile_training(
     cfg.model.arch = backbone_shape(cfg.model, dry=True)
     cfg.model.path, cfg.model.add_layers, cfg.train.heads_path = "", 0, ""
     cfg.mesh, cfg.dry_run = mesh, True
-    shapes = dry.step_shapes(cfg, target.devices)
+    plan = RunPlan(cfg, make_mesh(mesh, target.devices), dry=True)
+    shapes = dry.shapes_of(plan)
     program = dry.compile_step(*shapes)
-    figures, layers = dry.figures(cfg, program), cfg.model.arch.n_layers
+    figures, layers = dry.figures(plan, program), plan.arch.n_layers
     return program, {
         "target": target.name,
         "device": target.chip.title,

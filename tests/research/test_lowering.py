@@ -34,6 +34,7 @@ from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.lora import merge
 from medusa_jax.model.stored import Storage
 from medusa_jax.training import dry
+from medusa_jax.training.plan import RunPlan
 from medusa_jax.tree.tree import Tree
 from research.weights import abstract_prompts, abstract_state, abstract_variables
 
@@ -65,7 +66,7 @@ def decoding(heads, dtype, tree=TREE, weights="", platform="cuda"):
 
 
 def training(cfg):
-    shapes = dry.step_shapes(cfg)
+    shapes = dry.shapes_of(RunPlan(cfg, dry=True))
     return shapes.step, shapes.state, shapes.frozen, shapes.batch
 
 
@@ -185,6 +186,6 @@ def test_losses_multiply_exactly(stage):
 
 def test_adapters_are_merged_exactly():
     cfg = adapted(config_of(heads_of("medusa"), "float32"))
-    shapes = dry.step_shapes(cfg)
+    shapes = dry.shapes_of(RunPlan(cfg, dry=True))
     given = shapes.frozen["backbone"], shapes.state.params["lora"]
     check_products(lambda *parts: merge(ARCH, *parts, cfg.lora)[1], *given)

@@ -111,6 +111,7 @@ import jax
 from medusa_jax.commands.train import load_recipe
 from medusa_jax.config import LlamaConfig
 from medusa_jax.training import dry
+from medusa_jax.training.plan import RunPlan
 
 cfg = load_recipe(sys.argv[1]).get_config()
 cfg.model.path, cfg.mesh, cfg.dry_run, cfg.train.dtype = "", (1, 8, 1), True, "bfloat16"
@@ -118,9 +119,10 @@ cfg.model.arch = LlamaConfig(vocab_size=256, d_model=64, n_layers=1, n_heads=8, 
                              head_dim=8, d_ff=512, max_position=64)
 cfg.data.seq_len, cfg.train.loss_chunk, cfg.heads.n_heads, cfg.lora.rank = 32, 32, 1, 1
 cfg.train.batch_size, cfg.train.accumulation, cfg.optim.name = 8, 1, "adamw"
-shapes = dry.step_shapes(cfg)
+plan = RunPlan(cfg, dry=True)
+shapes = dry.shapes_of(plan)
 layers = [x for name, x in shapes.frozen["backbone"].items() if name.startswith("layers_")]
-sent = dry.figures(cfg, dry.compile_step(*shapes))["sent_bytes"]["all-gather"]
+sent = dry.figures(plan, dry.compile_step(*shapes))["sent_bytes"]["all-gather"]
 print(json.dumps([sent, 4 * sum(x.size for x in jax.tree.leaves(layers))]))
 """
 

@@ -26,6 +26,7 @@ from medusa_jax.training.optim.optimizer import (
     muon_matrices,
 )
 from medusa_jax.training.placement import compile_step
+from medusa_jax.training.plan import RunPlan
 
 pack, unpack = (
     jax.jit(f, static_argnames="signed")
@@ -129,7 +130,8 @@ def test_its_state_is_a_quarter_and_lies_where_the_parameters_do():
 
 def step_temporaries(cfg):
     """Bytes of the compiled step in addition to state, parameters and batch."""
-    return compile_step(*dry.step_shapes(cfg)).memory_analysis().temp_size_in_bytes
+    shapes = dry.shapes_of(RunPlan(cfg, dry=True))
+    return compile_step(*shapes).memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.wide

@@ -16,6 +16,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training import dry, trainer
 from medusa_jax.training.dry import mark_counted, preview
+from medusa_jax.training.plan import RunPlan
 
 
 @pytest.mark.wide
@@ -80,7 +81,7 @@ def test_dry_run_prints_sizes_before_it_compiles(
     assert "of them counted" in with_sample and "counted" not in said
     assert "devices: data 1, fsdp 1, tensor 1" in said and "trainable" in said
     cfg = tiny_config(tokens, "medusa1")
-    shapes = dry.step_shapes(cfg)
+    shapes = dry.shapes_of(RunPlan(cfg, dry=True))
     groups = (shapes.frozen, shapes.state.params, shapes.state.opt, shapes.batch)
     stored = sum(dry.stored_bytes(part) for part in groups)
     assert sum(dry.sizes(shapes)["stored"].values()) == stored
