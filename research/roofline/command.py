@@ -48,14 +48,12 @@ class Flags:
     json: bool = flag("print one JSON object", False)
 
 
-def step_of(
-    flags: Flags, batch: int, length: int, queries: int, size: int = roofline.BF16
-) -> list[roofline.Operator]:
-    """The products of a step, or of one block; `size` is the bytes of a number."""
+def step_of(flags: Flags, batch: int, length: int, queries: int) -> list[roofline.Operator]:
+    """The products of a step, or of one block."""
     sizes = (find_shape(flags.shape), batch, queries, length)
     if flags.whole_step:
-        return roofline.step_operators(*sizes, flags.heads, size)
-    return roofline.block_operators(*sizes, size)
+        return roofline.step_operators(*sizes, flags.heads)
+    return roofline.block_operators(*sizes)
 
 
 def predict(

@@ -1,6 +1,6 @@
 """The roofline of a decoding step (Medusa, appendix G): products, latency, speed-up over the tree's size.
 
-An operator reads its operands and writes its result once; `size` is bytes per number. Operational
+An operator reads its operands and writes its result once; numbers have two bytes. Operational
 intensity is FLOPs per byte moved. Linear layers have B q rows, the query tokens of a batch. Attention
 is computed per row of the batch and per key/value head, so its intensity does not depend on B.
 """
@@ -40,16 +40,14 @@ class Operator:
         return self.flops / self.bytes
 
 
-def linear(
-    name: str, group: str, rows: int, n_in: int, n_out: int, size: int = BF16
-) -> Operator:
+def linear(name: str, group: str, rows: int, n_in: int, n_out: int) -> Operator:
     """x [rows, n_in] times W [n_in, n_out]."""
     numbers = rows * n_in + n_in * n_out + rows * n_out
-    return Operator(name, group, 2.0 * rows * n_in * n_out, float(size * numbers))
+    return Operator(name, group, 2.0 * rows * n_in * n_out, float(BF16 * numbers))
 
 
 def attention(
-    name: str, config: LlamaConfig, batch: int, queries: int, length: int, size: int = BF16
+    name: str, config: LlamaConfig, batch: int, queries: int, length: int
 ) -> Operator:
     """Q K^T or P V, which have the same cost: `queries` tokens over `length` cached ones.
 
@@ -59,36 +57,31 @@ def attention(
     rows = queries * config.n_heads // G
     numbers = rows * H + length * H + rows * length
     flops = 2.0 * rows * length * H
-    return Operator(name, ATTENTION, batch * G * flops, float(batch * G * size * numbers))
+    return Operator(name, ATTENTION, batch * G * flops, float(batch * G * BF16 * numbers))
 
 
 def block_operators(
-    config: LlamaConfig, batch: int, queries: int, length: int, size: int = BF16
+    config: LlamaConfig, batch: int, queries: int, length: int
 ) -> list[Operator]:
     """The products of one block (the paper's simplified block omits the output projection)."""
     D, F = config.d_model, config.d_ff
     Q, KV = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    rows, text = batch * queries, (config, batch, queries, length, size)
+    rows, text = batch * queries, (config, batch, queries, length)
     return [
-        linear("q", QKV, rows, D, Q, size),
-        linear("k", QKV, rows, D, KV, size),
-        linear("v", QKV, rows, D, KV, size),
+        linear("q", QKV, rows, D, Q),
+        linear("k", QKV, rows, D, KV),
+        linear("v", QKV, rows, D, KV),
         attention("qk", *text),
         attention("pv", *text),
-        linear("o", QKV, rows, Q, D, size),
-        linear("up", MLP, rows, D, F, size),
-        linear("gate", MLP, rows, D, F, size),
-        linear("down", MLP, rows, F, D, size),
+        linear("o", QKV, rows, Q, D),
+        linear("up", MLP, rows, D, F),
+        linear("gate", MLP, rows, D, F),
+        linear("down", MLP, rows, F, D),
     ]
 
 
 def step_operators(
-    config: LlamaConfig,
-    batch: int,
-    queries: int,
-    length: int,
-    n_heads: int,
-    size: int = BF16,
+    config: LlamaConfig, batch: int, queries: int, length: int, n_heads: int
 ) -> list[Operator]:
     """The products of a whole step: all blocks, the LM head on every node and the draft heads.
 
@@ -96,12 +89,12 @@ def step_operators(
     if there are drafts (`queries` > 1).
     """
     D, V = config.d_model, config.vocab_size
-    block = block_operators(config, batch, queries, length, size)
+    block = block_operators(config, batch, queries, length)
     step = [replace(operator, calls=config.n_layers) for operator in block]
-    step.append(linear("lm_head", MLP, batch * queries, D, V, size))
+    step.append(linear("lm_head", MLP, batch * queries, D, V))
     if queries > 1 and n_heads:
-        step.append(replace(linear("head, hidden", QKV, batch, D, D, size), calls=n_heads))
-        step.append(replace(linear("head, logits", MLP, batch, D, V, size), calls=n_heads))
+        step.append(replace(linear("head, hidden", QKV, batch, D, D), calls=n_heads))
+        step.append(replace(linear("head, logits", MLP, batch, D, V), calls=n_heads))
     return step
 
 
