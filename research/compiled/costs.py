@@ -175,17 +175,12 @@ def kernels(costs: list[Cost], compiled: int, n_layers: int) -> float:
     return sum(repeats(c, compiled, n_layers) for c in costs if launches(c.instruction))
 
 
-def kernels_of(compiled: Compiled, n_layers: int, layers: int = 0) -> tuple[int, int]:
-    """Kernels of a step of a compiled loop of decode steps, and the bytes that they read.
-
-    Args:
-      n_layers: layers of the model.
-      layers: those that the program has; 0: all.
-    """
+def kernels_of(compiled: Compiled, n_layers: int) -> tuple[int, int]:
+    """Kernels of a step of a compiled loop of decode steps, and the bytes that they read."""
     program = read_program(compiled.as_text() or "")
-    costs, layers = step_costs(program, 0.0, filters=()), layers or n_layers
-    n_bytes = bytes_read(program, costs, layers, n_layers)
-    return round(kernels(costs, layers, n_layers)), round(n_bytes)
+    costs = step_costs(program, 0.0)
+    n_bytes = bytes_read(program, costs, n_layers, n_layers)
+    return round(kernels(costs, n_layers, n_layers)), round(n_bytes)
 
 
 def bytes_read(program: Program, costs: list[Cost], compiled: int, n_layers: int) -> float:

@@ -119,8 +119,8 @@ def test_each_defect_is_named():
     assert found_in(CACHE, cache_numbers=10**6) == []
 
 
-@pytest.mark.parametrize("n_layers, layers", [(1, 0), (4, 4), (6, 2)])
-def test_kernels_of_a_compiled_program_with_what_they_read(n_layers, layers):
+@pytest.mark.parametrize("n_layers", [1, 4])
+def test_kernels_of_a_compiled_program_with_what_they_read(n_layers):
     """By definition: the loop's product reads its kernel and its row once a step."""
 
     @jax.jit
@@ -128,6 +128,6 @@ def test_kernels_of_a_compiled_program_with_what_they_read(n_layers, layers):
         return lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ w), x)
 
     w, x = jnp.ones((256, 256)), jnp.ones((1, 256))
-    found, read = kernels_of(loop.lower(w, x, 5).compile(), n_layers, layers)
+    found, read = kernels_of(loop.lower(w, x, 5).compile(), n_layers)
     assert 1 <= found <= 5
     assert w.nbytes + x.nbytes <= read < 1.1 * w.nbytes
