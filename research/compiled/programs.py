@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.stages import Compiled
 from jax.typing import DTypeLike
 
@@ -81,26 +80,23 @@ class Step:
 
 
 def compiled_loop(
-    config: LlamaConfig, drafter: Drafter, tree: Tree, mesh: Mesh, rows: int, context: int,
-    dtype: DTypeLike, acceptance: str = "greedy", storage: Storage | None = None,
-) -> tuple[Compiled, Params, DecodeState]:  # fmt: skip
-    """Compile the loop of decode steps on a mesh from shapes; also returns its variables and state.
-
-    Args:
-      context: tokens of each row before the step, which determine the number of cache slots.
-    """
+    case: Case, drafter: Drafter, tree: Tree
+) -> tuple[Compiled, Params, DecodeState]:
+    """Compile the loop of decode steps of few layers from shapes; also returns its variables and state."""
+    config = dataclasses.replace(case.config, n_layers=case.compiled_layers)
+    mesh = make_mesh(case.mesh, case.target.devices)
+    dtype, storage, shards = case.dtype, case.storage, mesh.shape["tensor"]
     shared_mesh = mesh if mesh.size > 1 else None
-    shards = mesh.shape["tensor"]
     kernels = choose_kernels(mesh)
     if storage and storage.panel:  # in panels, with fused kernels
         kernels = choose_kernels(mesh, dtype)
     llama = Llama(
         decoding_config(config), dtype, shards=shards, mesh=shared_mesh, kernels=kernels
     )
-    engine = Engine(llama, drafter, tree, acceptance)
+    engine = Engine(llama, drafter, tree, case.acceptance)
     of_heads = drafter if tree.depth else None
     shapes = abstract_variables(config, of_heads, dtype, storage, shards, kernels)
-    state = abstract_state(engine, shapes, context, rows)
+    state = abstract_state(engine, shapes, case.context, case.batch)
     variables = shapes_with(
         shapes, {k: param_shardings(mesh, v) for k, v in shapes.items()}
     )
@@ -118,12 +114,7 @@ def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
       UserError: the mesh does not fit.
     """
     n_compiled = case.compiled_layers
-    config = dataclasses.replace(case.config, n_layers=n_compiled)
-    mesh = make_mesh(case.mesh, case.target.devices)
-    compiled, variables, state = compiled_loop(
-        config, drafter, tree, mesh, case.batch, case.context, case.dtype, case.acceptance,
-        case.storage,
-    )  # fmt: skip
+    compiled, variables, state = compiled_loop(case, drafter, tree)
     backbone, cache = variables["backbone"], state.cache.layers[0]
     arrays = {name: x for name, x in backbone.items() if name != "embed_tokens"}
     weights = bytes_on_device((arrays, variables["heads"] if tree.depth else {}))

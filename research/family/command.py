@@ -34,7 +34,7 @@ LOSSES = {"medusa": (1.0, 0.0), "hydra": (1.0, 0.0), "hydrapp": (0.0, 1.0),
 CURVE_POINTS = 8
 # Fields that may differ between a finished training and the requested one: logging, directories and
 # chunking.
-NO_MATTER = ("log_every", "eval_every", "save_every", "keep_checkpoints", "curves", "wandb",
+NO_MATTER = ("log_every", "eval_every", "save_every", "keep_checkpoints",
              "features_path", "loss_chunk", "remat")  # fmt: skip
 EXAMPLES = """examples (from the project's root, after `python -m research demo_build`):
   medusa distill --model medusa_jax/demo/backbone --temperature 0 \\
