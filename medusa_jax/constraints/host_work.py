@@ -52,7 +52,7 @@ class RowWork:
 
     def repeats(self, work: "RowWork") -> bool:
         """Whether an earlier work has the same tree after the same text."""
-        same_tree = self._children is work._children
+        same_tree = self._children == work._children
         return same_tree and np.array_equal(self._drafted_M, work._drafted_M)
 
 

@@ -15,7 +15,7 @@ other.
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,7 +113,7 @@ def host_part(
             new = read.tokens_BO[row, guide.consumed : read.n_new_B[row]].tolist()
             nodes_M, allowed_MW = nodes_BM[row].copy(), allowed_BMW[row].copy()
             works[row] = RowWork(
-                guide, new, nodes_M, _children(tree), tree.copied_C, guesses_MK, allowed_MW
+                guide, new, nodes_M, tree.children, tree.copied_C, guesses_MK, allowed_MW
             )
     next_B = np.full(B, RUNNING, np.int32)
     next_B[list(works)] = PAUSED
@@ -147,7 +147,7 @@ def step(
     few, status_B, nodes_BM, allowed_BMW = host_part(engine, guides, read, fill)
     tree = engine.tree.fixed
     size = size or (few and engine.short) or tree
-    kept_N = _places(size, tree)
+    kept_N = [tree.node_of[path] for path in ((), *size.choices)]
     nodes_BN: Any = nodes_BM[:, kept_N]
     drafts = drafts._replace(tree=size, nodes_BM=nodes_BN)
     given = drafts, allowed_BMW[:, kept_N], status_B
@@ -246,19 +246,3 @@ def step_sizes(
     for size in {engine.short or tree, tree}:
         state, inputs = step(engine, variables, state, {}, inputs, size=size)
     return state, inputs.progress
-
-
-@lru_cache(maxsize=64)
-def _children(tree: Tree) -> list[list[int]]:
-    """The children of each node."""
-    children: list[list[int]] = [[] for _ in range(tree.n_nodes)]
-    for node in range(1, tree.n_nodes):
-        children[int(tree.parent_M[node])].append(node)
-    return children
-
-
-@lru_cache(maxsize=64)
-def _places(some: Tree, tree: Tree) -> list[int]:
-    """The nodes of a tree that are also in a smaller one."""
-    nodes = {(): 0} | {choice: node for node, choice in enumerate(tree.choices, 1)}
-    return [nodes[choice] for choice in ((), *some.choices)]

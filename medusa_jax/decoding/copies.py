@@ -118,8 +118,9 @@ def fill_with_copies(
     n_copied = len(tree.copied_C)
     copied_BC, length_B = copied_tokens(text_BS, root_at_B, n_copied, predicted_BP)
     drafted = Tree(tree.choices).drafted
-    place = {path: node for node, path in enumerate(((), *drafted.choices))}
-    place |= {tree.choices[c - 1]: drafted.n_nodes + i for i, c in enumerate(tree.copied_C)}
+    place = drafted.node_of | {
+        tree.choices[c - 1]: drafted.n_nodes + i for i, c in enumerate(tree.copied_C)
+    }
     place_M = np.array([place[path] for path in ((), *tree.choices)])
 
     def copying() -> Proposal:

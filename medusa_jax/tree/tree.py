@@ -172,10 +172,14 @@ class Tree:
         return max((max(c) for c in (*self.choices, *self.spares)), default=0)
 
     @cached_property
+    def node_of(self) -> dict[Choice, int]:
+        """The node of each path."""
+        return {path: node for node, path in enumerate(((), *self.choices))}
+
+    @cached_property
     def parent_M(self) -> np.ndarray:
         """Index of each node's parent; the root is its own."""
-        index = {c: i + 1 for i, c in enumerate(self.choices)} | {(): 0}
-        return np.array([0] + [index[c[:-1]] for c in self.choices], np.int32)
+        return np.array([0] + [self.node_of[c[:-1]] for c in self.choices], np.int32)
 
     @cached_property
     def depth_M(self) -> np.ndarray:
@@ -212,20 +216,25 @@ class Tree:
         return rows
 
     @cached_property
+    def children(self) -> list[list[int]]:
+        """Children of each node in order of rank."""
+        nodes = range(self.n_nodes)
+        return [(np.flatnonzero(self.parent_M[1:] == v) + 1).tolist() for v in nodes]
+
+    @cached_property
     def children_MC(self) -> np.ndarray:
-        """Children of each node in order of rank, padded with 0, the root.
+        """`children`, padded with 0, the root.
 
         For the example of the class: row 0 is [1, 2], row 1 is [3, 4], the others are [0, 0].
         """
-        lists = [np.flatnonzero(self.parent_M[1:] == v) + 1 for v in range(self.n_nodes)]
-        rows = np.zeros((self.n_nodes, max(1, max(map(len, lists)))), np.int32)
-        for node, children in enumerate(lists):
+        rows = np.zeros((self.n_nodes, max(1, *map(len, self.children))), np.int32)
+        for node, children in enumerate(self.children):
             rows[node, : len(children)] = children
         return rows
 
     def width(self, depth: int) -> int:
         """The most children that a node at this depth has."""
-        return int((self.children_MC[self.level(depth)] > 0).sum(-1).max())
+        return max(len(self.children[v]) for v in self.level(depth))
 
     @property
     def dense(self) -> "Tree":
@@ -237,8 +246,8 @@ class Tree:
             return self.drafted.dense
         new_paths: dict[Choice, Choice] = {(): ()}
         for node, choice in enumerate(self.choices, 1):
-            family = self.children_MC[self.parent_M[node]].tolist()
-            new_paths[choice] = (*new_paths[choice[:-1]], family.index(node))
+            rank = self.children[self.parent_M[node]].index(node)
+            new_paths[choice] = (*new_paths[choice[:-1]], rank)
         return Tree(tuple(new_paths[c] for c in self.choices))
 
     def level(self, depth: int) -> np.ndarray:
