@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import between
 from medusa_jax.heads.drafter import Committed, DraftRequest, Params, Proposal
-from medusa_jax.heads.fill import Level, fill_by_level, level_rows
+from medusa_jax.heads.fill import Level, fill_by_level
 from medusa_jax.heads.layers import take_last
 from medusa_jax.heads.state import CacheState
 from medusa_jax.heads.untrained import Untrained
@@ -107,20 +108,23 @@ class DraftModel(Untrained):
 
         The root runs again along with the first level, which needs its key and value.
         """
-        model, tree = self._model(params, backbone), request.tree
-        rows_of = level_rows(tree, with_root=True)
+        model = self._model(params, backbone)
 
         def logits_of(
             depth: int, level: Level, tokens_BP: jax.Array, carry: PyTree
         ) -> tuple[jax.Array, PyTree]:
             hidden_BPE, cache = carry
             if depth:
-                P, (nodes_P, mask_PR) = tokens_BP.shape[1], rows_of[depth]
-                rows = jnp.asarray(tree.depth_M[nodes_P]), jnp.asarray(mask_PR)
+                P, mask_PR = tokens_BP.shape[1], level.mask_PR
+                depth_P = np.full(P, depth, np.int32)
                 if depth == 1:
+                    root_1R = np.eye(1, P + 1, dtype=bool)
+                    mask_PR = np.vstack([root_1R, mask_PR])
+                    depth_P = np.insert(depth_P, 0, 0)
                     tokens_BP = jnp.concatenate(
                         [request.root_B[:, None], tokens_BP], axis=1
                     )
+                rows = jnp.asarray(depth_P), jnp.asarray(mask_PR)
                 hidden_BPE, cache = model.read_tree(
                     self._known(tokens_BP), *rows, cache, state.length_B
                 )

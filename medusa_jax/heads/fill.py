@@ -54,27 +54,33 @@ class Level:
       rows_P    0 0      place of the node's parent among the parents of depth d - 1
       parent_C  0 1 1    for each node of depth d + 1: place of its parent among the parents
       rank_C    0 0 1    and its rank
+
+    mask_PR has a row for each parent, and a column for the root and every parent so far: True for the row's
+    ancestors and itself.
     """
 
     nodes_P: np.ndarray
     rows_P: np.ndarray
     parent_C: np.ndarray
     rank_C: np.ndarray
+    mask_PR: np.ndarray
 
     @classmethod
     def of(cls, tree: Tree) -> "list[Level]":
         """One level for each depth that has children."""
-        levels = []
+        levels, above_R = [], np.zeros(0, int)
         parents_M = np.array([0])  # the parents of the previous depth, as nodes of the tree
         for depth in range(tree.depth):
             nodes, children = tree.level(depth), tree.level(depth + 1)
             parents = tree.parents(depth)
+            above_R = np.concatenate([above_R, parents])
             levels.append(
                 cls(
                     np.searchsorted(nodes, parents),
                     np.searchsorted(parents_M, tree.parent_M[parents]),
                     np.searchsorted(parents, tree.parent_M[children]),
                     tree.rank_M[children],
+                    tree.mask_MM[parents][:, above_R],
                 )
             )
             parents_M = parents
@@ -107,23 +113,3 @@ def fill_by_level(
         best_BPR = best_tokens(backbone, ranked[-1].scores, int(level.rank_C.max()) + 1)
         tokens.append(best_BPR[:, level.parent_C, level.rank_C].astype(root_B.dtype))
     return Proposal(jnp.concatenate(tokens, axis=1), tuple(ranked))
-
-
-def level_rows(
-    tree: Tree, with_root: bool = False
-) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Rows of each pass down the tree: by depth from 1, the nodes with children, and their mask.
-
-    The mask is True where a node sees a row of this pass or an earlier one: an ancestor or itself.
-
-    Args:
-      with_root: the first pass also runs the root.
-    """
-    filled_N, rows = np.zeros(0, int), {}
-    for depth in range(1, tree.depth):
-        nodes_P = tree.parents(depth)
-        if with_root and depth == 1:
-            nodes_P = np.concatenate([[0], nodes_P])
-        filled_N = np.concatenate([filled_N, nodes_P])
-        rows[depth] = nodes_P, tree.mask_MM[nodes_P][:, filled_N]
-    return rows

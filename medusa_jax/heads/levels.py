@@ -31,7 +31,7 @@ from medusa_jax.heads.drafter import (
     TextRows,
     shift_left,
 )
-from medusa_jax.heads.fill import Level, fill_by_level, level_rows
+from medusa_jax.heads.fill import Level, fill_by_level
 from medusa_jax.heads.layers import last_of, lm_head_logits, lm_head_start
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.draft_caches import LayerCache, LevelCache
@@ -190,14 +190,13 @@ class LevelDrafter(Drafter):
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest
     ) -> Proposal:
         """Draft level by level: run nodes with children after the text; the state has the root's row."""
-        rows_of = level_rows(request.tree)
 
         def logits_of(
             depth: int, level: Level, tokens_BP: jax.Array, carry: PyTree
         ) -> tuple[jax.Array, PyTree]:
             features_BPD, cache = carry
             if depth:
-                mask_PR = jnp.asarray(rows_of[depth][1])
+                mask_PR = jnp.asarray(level.mask_PR[:, 1:])  # without the root
                 P, R = mask_PR.shape
                 start_B = state.length_B
                 mask = state.path_mask(backbone.kernels, mask_PR)
