@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
@@ -94,10 +93,8 @@ class PromptLookup(Untrained):
         self, params: Params, backbone: Backbone, state: TextState, new: Committed
     ) -> TextState:
         # All T candidates are written; the next call overwrites those after the n-th.
-        write = jax.vmap(
-            lambda row, tokens, at: lax.dynamic_update_slice(row, tokens, (at,))
-        )
-        text_BS = write(state.text_BS, new.tokens_BT.astype(jnp.int32), state.length_B)
+        write = backbone.kernels.write_rows
+        text_BS = write(state.text_BS, new.tokens_BT, state.length_B, axis=1)
         return TextState(state.length_B + new.n_B, text_BS)
 
     def copied(
