@@ -41,7 +41,7 @@ from research.peers.float32 import gguf_file
 
 # Rows of each server, bounds of new tokens and most tokens of a prompt.
 SLOTS, NEW, PROMPT = 8, (64, 96), 160
-HEADS = "clients", "drafts", "tokens/s", "first token", "ladder over it", "quartiles", "rounds"  # fmt: skip
+COLUMNS = "clients", "drafts", "tokens/s", "first token", "ladder over it", "quartiles", "rounds"  # fmt: skip
 
 # A prompt and its limit.
 Call = tuple[list[int], int]
@@ -158,7 +158,7 @@ def run(flags: Flags) -> int:
         found = contenders(flags, server, url)
         for n in flags.clients:
             rows = measure(found, server, calls, n, flags.seconds / len(flags.clients))
-            inform("\n" + markdown_table(HEADS, rows))
+            inform("\n" + markdown_table(COLUMNS, rows))
     return 0
 
 

@@ -24,7 +24,7 @@ from research.clients import PROMPT, Call, Contender, ladder_of, served
 
 # New tokens of an answer; seconds between answers.
 NEW, PAUSE = 96, 0.6
-HEADS = "server", "answers", "first token, median", "gap, median", "99th percentile", "most", "steps learned"  # fmt: skip
+COLUMNS = "server", "answers", "first token, median", "gap, median", "99th percentile", "most", "steps learned"  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def run(flags: Flags) -> int:
         with TemporaryDirectory() if learns else nullcontext() as directory:
             learner = Learner(model, directory) if directory else None
             rows.append(measure(model, calls, flags.seconds, learner))
-    inform("\n" + markdown_table(HEADS, rows))
+    inform("\n" + markdown_table(COLUMNS, rows))
     return 0
 
 

@@ -29,7 +29,7 @@ from research.peers.float32 import gguf_file
 
 # New tokens; characters before and after the cursor; most tokens of a prompt.
 NEW, BEFORE, AFTER, PROMPT = 64, 1800, 450, 900
-HEADS = "server", "ms", "quartiles", "all, of llama.cpp's", "tokens", "read", "as plain"
+COLUMNS = "server", "ms", "quartiles", "all, of llama.cpp's", "tokens", "read", "as plain"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def run(flags: Flags) -> int:
         ratio = f"{whole[name] / whole['llama.cpp']:.2f}"
         cells = name, f"{middle:.0f}", f"{low:.0f}, {high:.0f}", ratio
         rows.append([*cells, f"{tokens:.1f}", f"{read:.1f}", f"{same} of {len(its_runs)}"])
-    inform("\n" + markdown_table(HEADS, rows))
+    inform("\n" + markdown_table(COLUMNS, rows))
     return 0
 
 
