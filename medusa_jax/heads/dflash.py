@@ -45,7 +45,7 @@ from medusa_jax.heads.drafter import (
 from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
 from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start
 from medusa_jax.heads.state import CacheState
-from medusa_jax.heads.tapped import TappedConfig, TappedDrafter, numbers, numbers_to
+from medusa_jax.heads.tapped import TappedConfig, TappedDrafter, check_numbers, numbers
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.draft_caches import BlockCache, LayerCache
@@ -106,7 +106,7 @@ class DFlash(TappedDrafter):
         if not h.tap_layers:
             between("heads.n_taps", h.n_taps, 1, MOST_DEEP)
         between("heads.markov_rank", h.markov_rank, int(h.confidence), 2**20)
-        numbers_to("heads.sliding_layers", h.sliding_layers, h.n_layers - 1)
+        check_numbers("heads.sliding_layers", h.sliding_layers, h.n_layers - 1)
         if bool(h.sliding_layers) != bool(h.window):
             raise UserError("heads.sliding_layers and heads.window need each other")
 

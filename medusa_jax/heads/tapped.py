@@ -18,7 +18,7 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in text.split(",")) if text else ()
 
 
-def numbers_to(name: str, text: str, most: int) -> None:
+def check_numbers(name: str, text: str, most: int) -> None:
     """Refuse a text that is not empty nor numbers from 0 to `most` with commas between."""
     layers = text.split(",") if text else []
     if not all(x.strip().isdecimal() and int(x) <= most for x in layers):
@@ -53,7 +53,7 @@ class TappedDrafter(Drafter):
     heads: TappedConfig
 
     def check(self) -> None:
-        numbers_to("heads.tap_layers", self.heads.tap_layers, self.llama.n_layers)
+        check_numbers("heads.tap_layers", self.heads.tap_layers, self.llama.n_layers)
         c = self.shape
         sizes = (c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff)
         if min(sizes) < 1 or c.n_heads % c.n_kv_heads or c.head_dim % 2:

@@ -66,12 +66,12 @@ class Tree:
             missing, or listed after it among the spares; more than `MOST_NODES` nodes or deeper than
             `MOST_DEEP`.
         """
-        tree = cls(_order([_path(path) for path in choices]))
+        tree = cls(_checked([_path(path) for path in choices]))
         nodes, n_copied = set(tree.choices), len(tree.copied_C)
         spare_paths = [path for path in map(_path, spares) if path not in nodes]
         if any(path[0] == COPIED for path in spare_paths):
             raise UserError("spares stand for copied nodes and cannot be copied themselves")
-        _order([*tree.drafted.choices, *spare_paths])
+        _checked([*tree.drafted.choices, *spare_paths])
         # A step may use only the first of them.
         early = [path for i, path in enumerate(spare_paths) if path[:-1] in spare_paths[i:]]
         if early:
@@ -159,7 +159,7 @@ class Tree:
         half = len(self.copied_C) // 2
         n_copied = len(self.copied_C) - half
         choices = [c for c in self.choices if c[0] != COPIED or len(c) <= n_copied]
-        return Tree(_order([*choices, *self.spares[:half]]))
+        return Tree(_checked([*choices, *self.spares[:half]]))
 
     @property
     def path_length(self) -> int:
@@ -293,7 +293,7 @@ def _chain(rank: int, depth: int) -> tuple[Choice, ...]:
     return tuple((rank,) * d for d in range(1, depth + 1))
 
 
-def _order(paths: Sequence[Choice]) -> tuple[Choice, ...]:
+def _checked(paths: Sequence[Choice]) -> tuple[Choice, ...]:
     """The paths of a tree, by depth; raises like `Tree.from_choices`."""
     _check_size(len(paths) + 1, max(map(len, paths), default=0))
     nodes = set(paths)
