@@ -15,8 +15,8 @@ from medusa_jax.tree.tree import Tree
 # much longer reading a prompt, and learning, take than their products. Measured on two quiet CPU cores.
 PROGRAMS = {"answers": 14.0, "training": 22.0, "tree": 38.0, "comparison": 20.0}
 READING, LEARNING = 1.4, 1.35
-# TIMED_STEPS: `calibrate`'s timings, in plain steps. RUNS: plain steps per compared token.
-TIMED_STEPS, RUNS = 700, 2.5
+# TIMED_STEPS: `calibrate`'s timings, in plain steps. COMPARED_STEPS: plain steps that comparing a token takes.
+TIMED_STEPS, COMPARED_STEPS = 700, 2.5
 
 
 class Costs(NamedTuple):
@@ -24,14 +24,14 @@ class Costs(NamedTuple):
 
     Attributes:
       program: compiling one decoding loop.
-      step, steps: a plain step of one row, and of a batch.
+      step, batch_step: a plain step of one row, of a batch.
       token: a token through the backbone.
       learned: a position through heads and loss, in one training step.
     """
 
     program: float
     step: float
-    steps: float
+    batch_step: float
     token: float
     learned: float
 
@@ -64,10 +64,10 @@ class Workload(NamedTuple):
     def seconds(self, costs: Costs) -> dict[str, float]:
         """Seconds of each part."""
         work = {
-            "answers": READING * self.read * costs.token + self.decoded * costs.steps,
+            "answers": READING * self.read * costs.token + self.decoded * costs.batch_step,
             "training": self.tokens * costs.token + LEARNING * self.learned * costs.learned,
             "tree": TIMED_STEPS * costs.step,
-            "comparison": RUNS * self.compared * costs.step,
+            "comparison": COMPARED_STEPS * self.compared * costs.step,
         }
         programs = PROGRAMS | {"answers": PROGRAMS["answers"] * self.sizes}
         return {part: s + programs[part] * costs.program for part, s in work.items()}
@@ -82,14 +82,16 @@ def measure(model: Model, batch: int, n_heads: int, draft_vocab: int) -> Costs:
     )
     program = _seconds(lambda: one.seconds(plain), 1)
     many.seconds(plain)
-    step, steps = (min(clock.seconds(plain) for _ in range(3)) for clock in (one, many))
+    step, batch_step = (
+        min(clock.seconds(plain) for _ in range(3)) for clock in (one, many)
+    )
     D, V = config.d_model, draft_vocab or config.vocab_size
     product, x, w = jax.jit(jnp.matmul), jnp.ones((512, D)), jnp.ones((D, V))
     weight = _seconds(lambda: product(x, w).block_until_ready(), 4) / (512 * D * V)
     attention = 2 * D * config.head_dim * (config.n_heads + config.n_kv_heads)
     n_weights = config.n_layers * (attention + 3 * D * config.d_ff)
     in_heads = n_heads * (3 * D * D + 2 * D * V) + D * V
-    return Costs(program, step, steps, weight * n_weights, weight * in_heads)
+    return Costs(program, step, batch_step, weight * n_weights, weight * in_heads)
 
 
 def _seconds(call: Callable[[], object], times: int) -> float:

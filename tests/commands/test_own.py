@@ -41,7 +41,7 @@ def given(tmp_path_factory):
 def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
     """A part that was stopped runs again, a finished one does not; a missing certificate is written."""
     job = Workload(40, 1, 4, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
-    costs = Costs(program=1.0, step=0.01, steps=0.02, token=0.001, learned=0.001)
+    costs = Costs(program=1.0, step=0.01, batch_step=0.02, token=0.001, learned=0.001)
     monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
     out, done, stop = tmp_path / "out", [], [calibrate]
 
@@ -129,7 +129,7 @@ def test_an_installed_package_has_the_recipe(given, tmp_path, monkeypatch):
 
 def test_the_work_is_fitted_to_the_minutes(given, tmp_path, monkeypatch, capsys):
     """As many questions and steps as fit; fewer minutes, less work, never more than they."""
-    costs = Costs(program=0.5, step=0.001, steps=1.0, token=0.002, learned=0.0005)
+    costs = Costs(program=0.5, step=0.001, batch_step=1.0, token=0.002, learned=0.0005)
     monkeypatch.setattr("medusa_jax.evaluate.own_costs.measure", lambda *_: costs)
     found = []
     for minutes in (None, 30.0, 9.0):
@@ -194,7 +194,7 @@ def test_heads_are_rebuilt_after_a_fine_tuning(given, tmp_path, monkeypatch, cap
         tmp_path / "heads", config, random_params(config, 1), heads, ids=range(3, 30)
     )
     job = Workload(40, 1, 4, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
-    costs = Costs(program=1.0, step=0.01, steps=0.02, token=0.001, learned=0.001)
+    costs = Costs(program=1.0, step=0.01, batch_step=0.02, token=0.001, learned=0.001)
     monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
     evaluate, killed = Evaluator.__call__, []
 

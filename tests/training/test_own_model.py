@@ -112,7 +112,7 @@ def test_a_small_text_gives_hundreds_of_updates_everywhere(tmp_path, monkeypatch
     ]
     write_lines(tmp_path / "talk.jsonl", [{"messages": talk}] * 300)
     size = (tmp_path / "talk.jsonl").stat().st_size / 4
-    costs = Costs(program=0.5, step=0.001, steps=1.0, token=0.002, learned=0.0005)
+    costs = Costs(program=0.5, step=0.001, batch_step=1.0, token=0.002, learned=0.0005)
     monkeypatch.setattr("medusa_jax.evaluate.own_costs.measure", lambda *_: costs)
     asked = write_lines(tmp_path / "q.jsonl", ({"turns": [f"{n}"]} for n in range(200)))
     flags = own_heads.Flags(
