@@ -140,7 +140,7 @@ class DFlash(TappedDrafter):
             for j in range(h.n_layers)
         }
         final_D = backbone.params["norm"]["scale"].astype(jnp.float32)
-        params["layers_0"]["self_attn"] |= self.reading(key, final_D)
+        params["layers_0"]["self_attn"] |= self.first_attention(key, final_D)
         size = jnp.sqrt(jnp.mean(final_D**2))
         params |= {
             "fc": {"kernel": jnp.eye(A * D, D, -(A - 1) * D)},  # [0 ; 0 ; I]
@@ -157,8 +157,9 @@ class DFlash(TappedDrafter):
             params["confidence"] = {"kernel": kernel, "bias": bias}
         return {"heads_0": params | lm_head_start(h, backbone)}
 
-    def reading(self, key: jax.Array, final_D: jax.Array) -> Params:
-        """Random values and outputs that add a projection of c, as the backbone's final norm scales it.
+    def first_attention(self, key: jax.Array, final_D: jax.Array) -> Params:
+        """Value and output kernels of the first layer: its values are a random projection of c, and its output adds
+        it to the block, scaled as by the backbone's final norm.
 
         Large enough to dominate the embeddings: with a tied LM head a slot would otherwise predict its own input
         token.
@@ -182,7 +183,7 @@ class DFlash(TappedDrafter):
         norm = RMSNorm(c.rms_eps, dtype, kernels)
         return applied(norm, mine["hidden_norm"], applied(fc, mine["fc"], streams))
 
-    def text(
+    def keys_and_values(
         self,
         params: Params,
         backbone: Backbone,
@@ -265,7 +266,9 @@ class DFlash(TappedDrafter):
         out_BQD = applied(RMSNorm(c.rms_eps, dtype, kernels), mine["norm"], x_BQD)
         return out_BQD.reshape(B, T, self.n_slots, -1)[:, :, -self.n_heads :]
 
-    def after(self, params: Params, dtype: DTypeLike, tokens: jax.Array) -> jax.Array:
+    def embed_previous(
+        self, params: Params, dtype: DTypeLike, tokens: jax.Array
+    ) -> jax.Array:
         """W1 of the token before a guess: [...] -> [..., R]."""
         embed = Embed(self.llama.vocab_size, self.heads.markov_rank, dtype=dtype)
         return applied(embed, params["heads_0"]["markov_w1"], tokens)
@@ -281,7 +284,7 @@ class DFlash(TappedDrafter):
     ) -> jax.Array:
         hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
         (B, A), T, dtype = index_BA.shape, tokens_BT.shape[1], backbone.llama.dtype
-        text = self.text(params, backbone, hidden_BTE, positions_BT)
+        text = self.keys_and_values(params, backbone, hidden_BTE, positions_BT)
         n = -(-A // BLOCKS)
 
         def blocks(x_BA: jax.Array) -> jax.Array:
@@ -308,8 +311,8 @@ class DFlash(TappedDrafter):
         if not self.heads.markov_rank:
             return features_KBAD
         before = [at_index(shift_left(tokens_BT, k + 1)) for k in range(self.n_heads)]
-        after_KBAR = self.after(params, dtype, jnp.stack(before))
-        return jnp.concatenate([features_KBAD, after_KBAR], axis=-1)
+        previous_KBAR = self.embed_previous(params, dtype, jnp.stack(before))
+        return jnp.concatenate([features_KBAD, previous_KBAR], axis=-1)
 
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
@@ -347,7 +350,7 @@ class DFlash(TappedDrafter):
     def commit(
         self, params: Params, backbone: Backbone, state: CacheState, new: Committed
     ) -> CacheState:
-        pairs = self.text(params, backbone, new.hidden_BTE, new.positions_BT)
+        pairs = self.keys_and_values(params, backbone, new.hidden_BTE, new.positions_BT)
         layers = tuple(
             backbone.kernels.write_both(old, pair, state.length_B)
             for old, pair in zip(state.cache.layers, pairs, strict=True)
@@ -380,8 +383,8 @@ class DFlash(TappedDrafter):
         def logits_of(
             depth: int, level: Level, tokens_BP: jax.Array, carry: PyTree
         ) -> tuple[jax.Array, PyTree]:
-            after_BPR = self.after(params, dtype, tokens_BP)
-            bias_BPO = self.bias(params, backbone, after_BPR)
+            previous_BPR = self.embed_previous(params, dtype, tokens_BP)
+            bias_BPO = self.bias(params, backbone, previous_BPR)
             return logits_BKO[:, depth, None] + bias_BPO, carry
 
         return fill_by_level(request, backbone, logits_of, ())
