@@ -59,7 +59,7 @@ def learn(model: Model, texts: Sequence[Text], points: Sequence[int]) -> Iterato
         learner = Learner(model, folder)
         work = learner.work()
         for n, text in enumerate(texts, 1):
-            learner.add(text.ids[: text.n_prompt], text.ids[text.n_prompt :])
+            learner.add(text.prompt, text.answer)
             while next(work):  # until nothing is to be done
                 pass
             if n in points:

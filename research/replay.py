@@ -157,7 +157,7 @@ def replay_table(
     """A row per category, a column per drafter and tree."""
     rows = []
     for at, (category, group) in enumerate(grouped(categories).items()):
-        answers = [texts[i].ids[texts[i].n_prompt :] for i in group]
+        answers = [texts[i].answer for i in group]
         repeated = mean_repeated_ngram_share(answers)
         lengths = (f"{column[at]:.2f}" for column in columns.values())
         rows.append((category, len(group), f"{repeated:.2f}", *lengths))

@@ -175,7 +175,7 @@ def question_tasks(flags: Flags, path: str, model: "Model") -> Tasks:
         "prompts_cut": sum(turn.cut for turn in turns),
     }
     return Tasks(
-        [turn.prompt for turn in turns],
+        [turn.text.prompt for turn in turns],
         [questions[turn.number]["category"] for turn in turns],
         options,
         questions,

@@ -47,6 +47,14 @@ class Text(NamedTuple):
     ids: list[int]
     n_prompt: int
 
+    @property
+    def prompt(self) -> list[int]:
+        return self.ids[: self.n_prompt]
+
+    @property
+    def answer(self) -> list[int]:
+        return self.ids[self.n_prompt :]
+
 
 def distilled_texts(
     model: Model, source: str, records: Sequence[Json], most_tokens: int

@@ -128,7 +128,7 @@ def rank_texts(
     Raises:
       UserError: fewer than two answers are long enough.
     """
-    prompt_ids = [t.ids[: t.n_prompt] for t in texts] or [model.encode(p) for p in prompts]
+    prompt_ids = [text.prompt for text in texts] or [model.encode(p) for p in prompts]
     weights = b"".join(map(sample_bytes, jax.tree.leaves(model.variables)))
     options = options.with_penalty(model.repetition_penalty)
     settings = model.text_settings(options.repetition_penalty)

@@ -28,7 +28,6 @@ class Turn(NamedTuple):
     """
 
     number: int
-    prompt: list[int]
     cut: bool
     text: Text
 
@@ -53,9 +52,9 @@ def answered_turns(
             turn_prompt(model, questions[i], answers[i], template, room) for i in numbers
         ]
         texts = answer_prompts(model, [prompt for prompt, _ in prompts], options)
-        for i, (prompt, cut), text in zip(numbers, prompts, texts, strict=True):
-            answers[i].append(model.tokenizer.decode(text.ids[text.n_prompt :]))
-            turns.append(Turn(i, prompt, cut, text))
+        for i, (_, cut), text in zip(numbers, prompts, texts, strict=True):
+            answers[i].append(model.tokenizer.decode(text.answer))
+            turns.append(Turn(i, cut, text))
     return turns
 
 

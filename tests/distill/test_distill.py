@@ -476,7 +476,7 @@ def test_calibration_reads_answers_of_the_same_model(tokenizer, tmp_path):
     talk, text = distilled_texts(model, source, records, 2)
     prompt = encode_prompt(tokenizer, messages[:3])
     whole, mask = answers.encode_conversation(tokenizer, messages)
-    assert talk.ids[: talk.n_prompt] == prompt == whole[: len(prompt)] and mask[len(prompt)]
+    assert talk.prompt == prompt == whole[: len(prompt)] and mask[len(prompt)]
     assert talk.ids == whole[: len(prompt) + 2] and text == ([4, 5, 6, 7], 2)
     model.fingerprint = "another"
     assert distilled_texts(model, source, records, 2) == []
