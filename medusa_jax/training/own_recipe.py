@@ -44,7 +44,7 @@ FAMILIES: dict[str, Json] = {
     },
     # Other engines score all tokens.
     "dflash": BLOCKS | {"heads.n_layers": 2},
-    "dspark": BLOCKS | {"heads.markov_rank": 64, "heads.root_guesses": True},
+    "dspark": BLOCKS | {"heads.markov_rank": 64},
 }  # fmt: skip
 # Backbones from this vocabulary on have a draft vocabulary.
 LARGE_VOCABULARY = 16_384
