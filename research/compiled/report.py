@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from medusa_jax.devices.chips import Chip
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.heads.drafter import Drafter, NoDrafter
+from medusa_jax.heads.drafter import Drafter
+from medusa_jax.heads.registry import no_drafter
 from medusa_jax.notation import byte_size
 from medusa_jax.tree.tree import Tree
 from research.compiled.costs import Cost, bytes_read, kernels, of_all_layers, step_costs
@@ -80,8 +81,7 @@ def measure(
     case: Case, drafter: Drafter, tree: Tree, filters: tuple[str, ...] = ()
 ) -> tuple[Costs, Costs]:
     """The plain step and the drafter's; the same one for the empty tree."""
-    no_drafter = NoDrafter(drafter.heads, drafter.llama)
-    plain = cost_of(case, no_drafter, Tree.none(), filters)
+    plain = cost_of(case, no_drafter(drafter.llama), Tree.none(), filters)
     return plain, cost_of(case, drafter, tree, filters) if tree.depth else plain
 
 
