@@ -73,7 +73,7 @@ class Flags:
 
 
 def expected(exponent_R: np.ndarray) -> np.ndarray:
-    """Tokens per step of texts with each of 1 to 64 nodes [R, 64], by the formula of `decoding/tree_size/gate.py`."""
+    """Tokens per step of texts with each of 1 to 64 nodes [R, 64], by the formula of `decoding/tree_size/rates.py`."""
     at_size = [
         sum(rate ** (exponent_R * level) for level in range(depth + 1))
         for rate, depth in zip(RATES, DEPTHS)

@@ -27,7 +27,7 @@ class ChunkClock:
 
     Attributes:
       costs: as given.
-      steps: of the next chunk if it takes one size, else None.
+      steps: number of steps of the next chunk if it times a size, else None.
     """
 
     def __init__(self, costs: StepCosts, rows: int, sizes: Sequence[Tree]) -> None:
@@ -36,8 +36,8 @@ class ChunkClock:
         self.steps: int | None = None
         self._began: float = np.nan
         self._steps_N = np.zeros(len(sizes), np.int32)
-        # Of each chunk that was sent and has not been read: whether it was timed. And the gate's choice after the last
-        # chunk that was not.
+        # For each chunk sent but not read: whether it is timed. Then the gate's choice after the last chunk that was
+        # not timed.
         self._timed = deque([False])
         self._choice: dict[str, np.ndarray] = {"rest_1": np.zeros(1, np.int32)}
 

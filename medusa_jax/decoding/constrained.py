@@ -50,12 +50,12 @@ def with_runs(engine: Engine, heads: bool) -> Engine:
     if not tree.depth or engine.rule.by_drafts:
         return engine
     few, many = FEW, MANY
-    if isinstance(drafter, CopiesText):  # its chain
+    if isinstance(drafter, CopiesText):  # the chain that it copies
         heads, few, many = False, tree.depth, max(tree.depth, MANY)
     if not heads:
         drafter, tree = no_drafter(engine.llama.config), Tree.none()
     sizes = tree.with_copies(few), tree.with_copies(many)
-    # Without a launch for each step, twice as many nodes take twice as long.
+    # Where one launch runs many steps, a step's time grows with its nodes: take the short chain.
     short, tree = (None, sizes[0]) if calls_host(engine) else sizes
     return replace(engine, drafter=drafter, tree=tree, short=short, gated=())
 

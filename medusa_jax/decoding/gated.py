@@ -161,7 +161,7 @@ def step_with(engine: Engine, variables: Params, before: StepResult) -> StepResu
 def plain_step(engine: Engine, variables: Params, before: StepResult) -> StepResult:
     """A step without drafts, whose position is deferred.
 
-    Where drafts cost nothing, the drafter reads it now, and one draft is tested for the gate.
+    A drafter that copies text reads it now, and its first draft, which costs nothing, is tested for the gate.
     """
     if isinstance(engine.drafter, CopiesText):
         old, result = before.state, step_with(engine, variables, before)

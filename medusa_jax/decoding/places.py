@@ -25,7 +25,7 @@ class Places(NamedTuple):
       text_BPS: the text up to each place; None bars no n-grams.
       last_BP: index of its last token.
       counts_BPV: how often every token occurs in the generated text there; None without penalties.
-      depth_P: number of its tokens that the row's counters do not include yet.
+      depth_P: number of tokens after the root up to the place, which the row's counters do not include.
       allowed_BPW: the tokens that a constraint allows (`token_sets`); None: all.
     """
 

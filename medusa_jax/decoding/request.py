@@ -40,8 +40,8 @@ class DecodeRequest:
       guides: the constraint of each row, not used before; None if no row has one.
       host: answers the steps with guides, `host_step.host_step`.
       gate: of a gated engine, before the first step.
-      costs: of its sizes; streams measure them.
-      drafts: for reports, the nodes of each tree that a step may take and the drafter; none when serving.
+      costs: times of the gate's sizes, which streams measure.
+      drafts: (nodes, drafter) of each tree that a step may take, for reports; empty when serving.
       predicted: tokens that are expected in each text, for served rows to copy drafts from.
     """
 

@@ -79,7 +79,7 @@ class Engine:
 
     @property
     def free_slots(self) -> int:
-        """Slots that a row needs after its text, for the most tokens of a pass: the tree's nodes, or deferred positions."""
+        """Slots to keep free after a row's text, as many as a pass writes: the tree's nodes, or deferred positions."""
         return max(self.tree.n_nodes, DEFERRED) if self.gated else self.tree.n_nodes
 
     @property

@@ -1,4 +1,4 @@
-"""Read files of prompts: one JSON object a line, with `prompt`, `prompt_ids`, `messages` or `turns`."""
+"""Read prompts from files: prompts, questions, conversations or training data."""
 
 from collections import defaultdict
 from collections.abc import Sequence

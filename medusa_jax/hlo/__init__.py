@@ -1,1 +1,1 @@
-"""Texts of compiled programs: instructions, traffic between devices, costs of a step, defects."""
+"""Texts of compiled programs: their instructions, and traffic between devices."""

@@ -48,8 +48,8 @@ class HeadFunctions:
         """Args:
           heads: the kind and sizes of the heads, such as `Eagle3Config()`.
           arch: the backbone's shape (`files.hf_config.read_config` reads it from a model's directory).
-          train: `dtype` of the computation, weights of the loss's terms, `levels`, `lambda_decay` and
-            `loss_chunk`; the rest is not read.
+          train: of it are read: `dtype`, `loss_chunk`, the weights of the terms, `levels`, `lambda_decay`,
+            `anchors`, `hidden_noise` and `confidence_gradient`.
 
         Raises:
           UserError: fields that do not fit together.

@@ -30,7 +30,7 @@ BLOCKS: Json = {
     "heads.draft_vocab": 0, "optim.lr": 2e-3, "train.label_weight": 0.1, "train.teacher_weight": 0.0,
     "train.distance_weight": 0.9, "train.lambda_decay": 0.7788,
 }  # fmt: skip
-# Family -> fields that differ from a recipe for Medusa heads: from `get_config`, and in smollm2_*.py and demo_*.py.
+# By family, the fields that differ from Medusa's recipe: in `get_config`, configs/smollm2_*.py and configs/demo_*.py.
 FAMILIES: dict[str, Json] = {
     "hydra": {"heads.skip": "fixed", "optim.lr": 2e-3},
     "hydrapp": {"heads.skip": "fixed", "heads.dropout": 0.0, "optim.lr": 2e-3},

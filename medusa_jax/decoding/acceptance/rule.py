@@ -81,8 +81,8 @@ class Rule:
       lossless: whether the text, or at least its distribution, equals plain decoding's.
       guarantee: the guarantee as printed in outputs.
       accept: the rule itself.
-      noise: g of the positions after the root: drafts are ranked by logits / T + g, and a
-        prompt's first token is drawn with the verifier's noise; None draws nothing.
+      noise: gives g of the positions after the root; drafts are ranked by logits / T + g. None: nothing is drawn.
+        Otherwise a prompt's first token is drawn, too, with the verifier's noise.
       dense: whether siblings must have the ranks 0, 1, ... without gaps.
       by_drafts: whether the text depends on the drafts or on the heads' scores, even if its
         distribution does not; otherwise drafts only affect speed.

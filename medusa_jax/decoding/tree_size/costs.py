@@ -31,8 +31,8 @@ class Note(Protocol):
 class StepCosts:
     """Seconds of a step with B rows and M nodes.
 
-    More rows or nodes never take less time, nor more than in proportion; a size that was not measured is expected in
-    the middle of the bounds that measured ones set.
+    More rows or nodes never take less time, and at most in proportion. A size that was not measured is taken in the
+    middle of these bounds.
 
     Args:
       note: of earlier processes' times, which are scaled to this one's pace.
@@ -74,7 +74,9 @@ class StepCosts:
         return before + len(self._seconds.get((rows, nodes), ()))
 
     def measured(self, rows: int, nodes: int) -> float | None:
-        """Seconds of a step: until this process has timed `SOON` chunks, the note's, scaled to this process's pace."""
+        """Seconds of a step: this process's; before it has timed `SOON` chunks of this size, the note's, if it has the
+        size, scaled to this process's pace.
+        """
         size, now = (rows, nodes), self._now(rows, nodes)
         if size not in self._before or len(self._seconds.get(size, ())) >= SOON:
             return now

@@ -22,8 +22,8 @@ from medusa_jax.decoding.tree_size.rates import (
 )
 from medusa_jax.tree.tree import Tree
 
-# The least estimated speed-up, since estimates are noisy, to change to another size, and over plain decoding for a text
-# to begin with drafts.
+# Since estimates are noisy: least estimated speed-up to change the size (MARGIN), and over plain decoding to begin with
+# drafts (WORTH).
 MARGIN, WORTH = 1.01, 1.05
 # Largest share of the time that trials of drafts may lose, and bounds of the plain steps between two trials.
 OVERHEAD, PAUSES = 0.02, (32, 256)

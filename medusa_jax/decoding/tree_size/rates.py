@@ -2,7 +2,7 @@
 
 With size n of depth d, a step emits 1 + q_1 + q_1 q_2 + ... + q_1 ... q_d tokens on average, where q_l is the
 rate at which drafts of level l are accepted after those above them. A tree file says how many tokens per
-step each size gives; p_n is the one rate of all levels that gives this number. Without a file p_n = 1/2. We
+step each size gives; p_n is the rate that gives this number if all levels have it. Without a file p_n = 1/2. We
 assume that a text changes the rates of all sizes by one exponent per level, q_l = p_n^(g_l), so that
 
     tokens(n) = 1 + p_n^(g_1) + p_n^(g_1 + g_2) + ... + p_n^(g_1 + ... + g_d)
@@ -20,7 +20,8 @@ import numpy as np
 
 # Half-life of the counts, in steps that tested drafts.
 RECENT = 64
-# Weight of the evidence at level 1 when a text or a trial begins, and of the level above at others: tested drafts.
+# At the beginning of a text or a trial the evidence counts as PRIOR tested drafts of level 1; at other levels the level
+# above counts as ABOVE.
 PRIOR, ABOVE = 4.0, 2.0
 # Bounds of a rate, which keep its logarithm finite and below 0; the rate without evidence.
 LEAST_RATE, MOST_RATE, UNKNOWN = 1e-3, 0.999, 0.5

@@ -1,1 +1,1 @@
-"""Losses: `pairs.py` has what counts, `objectives.py` the terms and their weights, `streamed.py` their sums, chunk by chunk."""
+"""Losses. `pairs.py`: what counts; `terms.py`: terms; `objectives.py`: weights and means; `streamed.py`: sums."""
