@@ -14,7 +14,7 @@ from medusa_jax.commands.flags import CommandLine, at_least, flag, out_directory
 from medusa_jax.commands.model_flags import generation_options
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.evaluate.questions import record_prompts
+from medusa_jax.evaluate.prompt_files import record_prompts
 from medusa_jax.evaluate.race import Contender, ourselves, rows_of, timed_runs
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token

@@ -16,7 +16,7 @@ from medusa_jax.api import Model, Options
 from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.commands.model_flags import ModelFlags, load_model
 from medusa_jax.console import inform
-from medusa_jax.evaluate.questions import read_prompts, record_prompts
+from medusa_jax.evaluate.prompt_files import read_prompts, record_prompts
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.learning.learner import Learner

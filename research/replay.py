@@ -23,8 +23,8 @@ from medusa_jax.commands.model_flags import (
 )
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.prompt_files import read_prompts, record_prompt, spread
 from medusa_jax.evaluate.question_files import read_questions
-from medusa_jax.evaluate.questions import read_prompts, record_prompt, spread
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.evaluate.text_ranks import Text, record
 from medusa_jax.evaluate.tree_fit import GROWTH, rank_texts

@@ -22,8 +22,13 @@ from medusa_jax.commands.entrants import (
 from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers, out_directory
 from medusa_jax.commands.model_flags import BaseFlags, GenerationFlags, generation_options
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.prompt_files import (
+    DEMO_PROMPTS,
+    read_prompts,
+    record_prompts,
+    spread,
+)
 from medusa_jax.evaluate.question_files import read_questions
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, read_prompts, record_prompts, spread
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.whole_files import Json
 

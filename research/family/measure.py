@@ -16,7 +16,7 @@ from medusa_jax.api import Model, Options, load
 from medusa_jax.api.prompts import Prompt
 from medusa_jax.commands.flags import flag, numbers
 from medusa_jax.console import inform
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, read_prompts, record_prompt
+from medusa_jax.evaluate.prompt_files import DEMO_PROMPTS, read_prompts, record_prompt
 from medusa_jax.evaluate.race import Contender, ourselves, race
 from medusa_jax.evaluate.step_clock import StepClock
 from medusa_jax.evaluate.tables import device_facts

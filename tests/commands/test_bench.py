@@ -14,7 +14,7 @@ from medusa_jax import Model, Options, Tree
 from medusa_jax.commands import bench
 from medusa_jax.commands.decode_report import draft_weights
 from medusa_jax.commands.entrants import Entrant, contenders_of, load_entrants, marked
-from medusa_jax.evaluate.questions import DEMO_PROMPTS
+from medusa_jax.evaluate.prompt_files import DEMO_PROMPTS
 
 
 @pytest.mark.wide

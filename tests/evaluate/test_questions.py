@@ -10,14 +10,14 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Options, UserError
 from medusa_jax.distill.seeds import read_seeds
-from medusa_jax.evaluate.question_files import read_questions
-from medusa_jax.evaluate.questions import (
+from medusa_jax.evaluate.prompt_files import (
     read_prompts,
     record_prompt,
     record_prompts,
     spread,
     with_prompt,
 )
+from medusa_jax.evaluate.question_files import read_questions
 from medusa_jax.evaluate.turns import turn_prompt
 from medusa_jax.text.answers import encode_conversation
 from medusa_jax.text.chat import PLAIN, encode_prompt
