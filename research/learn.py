@@ -19,8 +19,9 @@ from medusa_jax.commands.flags import CommandLine, flag, numbers
 from medusa_jax.console import inform
 from medusa_jax.errors import one_of
 from medusa_jax.evaluate.question_files import read_questions
+from medusa_jax.evaluate.ranks import record
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.evaluate.text_ranks import Text, answer_prompts, record
+from medusa_jax.evaluate.texts import Text, answer_prompts
 from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.learning.learner import Learner
 from medusa_jax.notation import entries

@@ -1,6 +1,6 @@
 """`python -m research replay`: accepted lengths on a question file, for many drafters and trees.
 
-The model answers every turn once, plainly; then `evaluate/text_ranks.py` records the guesses of each
+The model answers every turn once, plainly; then `evaluate/ranks.py` records the guesses of each
 drafter. No step is timed, so the figures are the same on every machine, and a drafter takes one pass
 over the answers. What drafts cost and how fast they are: `bench --questions`.
 """
@@ -25,8 +25,9 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.prompt_files import read_prompts, record_prompt, spread
 from medusa_jax.evaluate.question_files import read_questions
+from medusa_jax.evaluate.ranks import record
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.evaluate.text_ranks import Text, record
+from medusa_jax.evaluate.texts import Text
 from medusa_jax.evaluate.tree_fit import GROWTH, rank_texts
 from medusa_jax.evaluate.turns import answered_turns, find_template, grouped, prompt_room
 from medusa_jax.kept_programs import use_compilation_cache

@@ -95,7 +95,7 @@ def run(flags: Flags) -> int:
 
     from medusa_jax.api import default_drafter, find_heads
     from medusa_jax.evaluate.prompt_files import read_prompts, record_prompts
-    from medusa_jax.evaluate.text_ranks import distilled_texts
+    from medusa_jax.evaluate.texts import distilled_texts
     from medusa_jax.evaluate.tree_fit import fit_tree
     from medusa_jax.kept_programs import use_compilation_cache
     from medusa_jax.training.run_log import outlook

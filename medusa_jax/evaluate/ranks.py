@@ -1,21 +1,35 @@
-"""Ranks of a text's tokens under the draft heads, and numbers of copyable tokens, as in decoding."""
+"""Record how well drafts would do at every position of the model's own texts.
+
+Lossless decoding writes the text of plain decoding, whatever the drafter. So one teacher-forced pass
+over that text gives the guess of each head at every position, and from these the mean accepted length
+of any tree (`tree/growth.py: replay`), without decoding again.
+"""
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from medusa_jax.decoding.copies import copied_tokens
+from medusa_jax.api import Model, Options
+from medusa_jax.api.prompts import equal_batches
+from medusa_jax.decoding.copies import REPEATS, copied_tokens
 from medusa_jax.decoding.repeats import bar_repeats
-from medusa_jax.decoding.sampling import gumbel
+from medusa_jax.decoding.request import power_of_two
+from medusa_jax.decoding.sampling import gumbel, row_keys
+from medusa_jax.evaluate.texts import ROWS, Text
 from medusa_jax.heads.drafter import Drafter, TextRows
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import Params
-from medusa_jax.tree.growth import MISS
+from medusa_jax.tree.growth import MISS, TextRanks
 
 # Positions per chunk; one chunk of one head's logits is in memory at a time.
 CHUNK = 64
+# Longest chain copied from the text, as in prompt lookup.
+MOST_COPIED = 10
 
 
 def rank_tuples(
@@ -89,3 +103,44 @@ def copied_lengths(
         return jnp.cumprod(right_L.astype(jnp.int32)).sum(), match_1[0]
 
     return lax.map(at, jnp.minimum(jnp.arange(T) + 1, T - 1), batch_size=64)
+
+
+_lengths = jax.jit(jax.vmap(copied_lengths, (0, 0, None)), static_argnums=2)
+_ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
+
+
+def record(model: Model, texts: Sequence[Text], options: Options) -> list[TextRanks]:
+    """Record ranks and correct copies at the positions of each text where a step may begin.
+
+    These are the positions from the last prompt token on for which the text has the token of the
+    deepest head. A short text may have none.
+
+    Args:
+      options: of the texts. Above temperature 0 drafts are ranked with the verifier's noise.
+    """
+    records, drafter, no_repeat = [], model.drafter, model.no_repeat_ngram_size
+    for numbers, rows in equal_batches(len(texts), ROWS):
+        noise = None
+        if options.temperature > 0:
+            seed_B = jnp.full((len(rows),), options.seed % 2**32, jnp.uint32)
+            keys = row_keys(seed_B, jnp.zeros((len(rows),), jnp.int32))
+            noise = (keys, jnp.full((len(rows),), options.temperature))
+        ids = [texts[i].ids for i in rows]
+        length_B: np.ndarray = np.array([len(x) for x in ids], np.int32)
+        n_slots = power_of_two(int(length_B.max()), 64)
+        tokens_BT = np.zeros((len(rows), n_slots), np.int32)
+        for row, x in zip(tokens_BT, ids):
+            row[: len(x)] = x
+        tokens = jnp.asarray(tokens_BT)
+        heads, backbone = model.variables["heads"], model.backbone
+        ranks_BTK = np.asarray(
+            _ranks(drafter, heads, backbone, tokens, length_B, noise, no_repeat)
+        )
+        copied_BT, match_BT = map(np.asarray, _lengths(tokens, length_B, MOST_COPIED))
+        for b, i in enumerate(numbers):
+            # The step after prefill starts at the last prompt position.
+            start, end = texts[i].n_prompt - 1, len(ids[b]) - drafter.n_heads - 1
+            span = slice(start, max(start, end))
+            repeats_P = match_BT[b, span] >= REPEATS
+            records.append(TextRanks(ranks_BTK[b, span], copied_BT[b, span], repeats_P))
+    return records

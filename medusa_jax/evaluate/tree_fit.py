@@ -20,8 +20,9 @@ import numpy as np
 from medusa_jax.api import Model, Options
 from medusa_jax.api.prompts import Prompt
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.ranks import record
 from medusa_jax.evaluate.step_clock import StepClock
-from medusa_jax.evaluate.text_ranks import ROWS, Text, answer_prompts, record
+from medusa_jax.evaluate.texts import ROWS, Text, answer_prompts
 from medusa_jax.files.fingerprint import sample_bytes
 from medusa_jax.progress import ProgressBar
 from medusa_jax.tree import growth

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from medusa_jax.api import Model, Options
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.question_files import framed
-from medusa_jax.evaluate.text_ranks import Text, answer_prompts
+from medusa_jax.evaluate.texts import Text, answer_prompts
 from medusa_jax.text.chat import PLAIN, encode_prompt
 from medusa_jax.whole_files import Json
 

@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from medusa_jax.api import Model
 from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError, first_line
-from medusa_jax.evaluate.text_ranks import Text
+from medusa_jax.evaluate.texts import Text
 from medusa_jax.heads.optional import SupportsLevels, has_confidence
 from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.learning import moments

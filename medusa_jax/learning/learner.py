@@ -13,7 +13,7 @@ import numpy as np
 from medusa_jax.api import Model
 from medusa_jax.console import log
 from medusa_jax.errors import UserError, first_line
-from medusa_jax.evaluate.text_ranks import Text
+from medusa_jax.evaluate.texts import Text
 from medusa_jax.hosts import locked
 from medusa_jax.learning import adapter_file
 from medusa_jax.learning.adapter import REHEARSED, STEPS, WINDOWS, Adapter

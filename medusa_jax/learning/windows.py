@@ -11,7 +11,7 @@ import numpy as np
 from medusa_jax.api import Model
 from medusa_jax.decoding.request import power_of_two
 from medusa_jax.evaluate.ranks import CHUNK
-from medusa_jax.evaluate.text_ranks import Text
+from medusa_jax.evaluate.texts import Text
 from medusa_jax.heads.drafter import Drafter, TextRows
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.heads.vocabulary import for_drafting

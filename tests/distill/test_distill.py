@@ -19,7 +19,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.distill import conversation, files
 from medusa_jax.distill.seeds import Seed, mode_for, read_seeds, silent_seeds
 from medusa_jax.distill.writer import Writer
-from medusa_jax.evaluate.text_ranks import distilled_texts
+from medusa_jax.evaluate.texts import distilled_texts
 from medusa_jax.text import answers
 from medusa_jax.text.chat import encode_prompt
 from medusa_jax.text.tokenizer import load_tokenizer

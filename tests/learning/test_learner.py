@@ -19,7 +19,7 @@ import medusa_jax
 from medusa_jax import Options
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.text_ranks import Text
+from medusa_jax.evaluate.texts import Text
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.learning import adapter, adapter_file
 from medusa_jax.learning.learner import Learner
