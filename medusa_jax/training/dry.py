@@ -121,7 +121,7 @@ def hidden_shape(kind: str, T: int, stage: Stage) -> jax.ShapeDtypeStruct:
 
 
 def frozen_shapes(plan: RunPlan) -> PyTree:
-    """Shapes of the frozen groups that `setup.load_setup` would load."""
+    """Shapes of the frozen groups that `models.load_setup` would load."""
 
     def backbone(key: jax.Array) -> PyTree:
         params = init_params(plan.arch, key, jnp.dtype(plan.model.param_dtype))

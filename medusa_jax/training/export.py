@@ -15,7 +15,7 @@ from medusa_jax.model.lora import merge
 from medusa_jax.model.quantise import dequantise_backbone
 from medusa_jax.sharding import PyTree
 from medusa_jax.text.tokenizer_files import copy_tokenizer
-from medusa_jax.training.setup import Setup
+from medusa_jax.training.models import Setup
 from medusa_jax.whole_files import Json, write_json
 
 

@@ -14,10 +14,10 @@ from medusa_jax.training.data.rows import Rows, mix
 from medusa_jax.training.data.texts import Texts, read_texts
 from medusa_jax.training.draft_tokens import DRAFT_VOCAB, draft_vocab
 from medusa_jax.training.evaluation import Evaluator
+from medusa_jax.training.models import Setup, load_setup
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import batch_shapes, compile_step
 from medusa_jax.training.plan import RunPlan
-from medusa_jax.training.setup import Setup, load_setup
 from medusa_jax.training.stage import Stage, make_stage
 from medusa_jax.training.step import TrainState, make_step
 from medusa_jax.whole_files import write_array

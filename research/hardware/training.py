@@ -17,10 +17,10 @@ from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.sharding import PyTree
 from medusa_jax.training import dry
+from medusa_jax.training.models import load_setup
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import batch_shapes, compile_step, microbatches
 from medusa_jax.training.plan import RunPlan
-from medusa_jax.training.setup import load_setup
 from medusa_jax.training.stage import make_stage
 from medusa_jax.training.step import TrainState, init_state, make_step
 from research.hardware.record import Record

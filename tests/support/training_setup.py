@@ -26,10 +26,10 @@ from medusa_jax.training import resume, trainer
 from medusa_jax.training.data.rows import ROW, TokenRows
 from medusa_jax.training.data.texts import read_texts
 from medusa_jax.training.losses.objectives import hidden_states
+from medusa_jax.training.models import Setup, load_setup
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.placement import batch_shapes
 from medusa_jax.training.plan import RunPlan
-from medusa_jax.training.setup import Setup, load_setup
 from medusa_jax.training.stage import Stage, make_stage
 
 ROOT = pathlib.Path(__file__).parents[2]

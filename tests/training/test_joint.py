@@ -32,12 +32,12 @@ from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.text import tokenizer_files
 from medusa_jax.training.checkpoint import Checkpoints
+from medusa_jax.training.models import more_layers
 from medusa_jax.training.optim.optimizer import heads_weight, make_optimizer
 from medusa_jax.training.partition import TABLE
 from medusa_jax.training.placement import microbatches
 from medusa_jax.training.plan import RunPlan
 from medusa_jax.training.prepare import load
-from medusa_jax.training.setup import more_layers
 from medusa_jax.training.step import init_state
 
 

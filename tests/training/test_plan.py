@@ -16,9 +16,9 @@ from medusa_jax.files.hf_config import SCALINGS
 from medusa_jax.heads.dflash import DSparkConfig
 from medusa_jax.sharding import AXES
 from medusa_jax.training import plan as plans
+from medusa_jax.training.models import load_backbone
 from medusa_jax.training.partition import TABLE
 from medusa_jax.training.plan import RunPlan
-from medusa_jax.training.setup import load_backbone
 
 
 def test_a_plan_has_the_shape_of_the_model_and_its_added_layers(model):

@@ -21,8 +21,8 @@ from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data.texts import read_texts
+from medusa_jax.training.models import Setup
 from medusa_jax.training.plan import RunPlan
-from medusa_jax.training.setup import Setup
 from medusa_jax.training.step import TrainState
 from medusa_jax.training.trainer import Run
 from medusa_jax.whole_files import write_json
