@@ -38,7 +38,7 @@ class StepCosts:
       note: of earlier processes' times, which are scaled to this one's pace.
 
     Attributes:
-      elapsed: seconds of all chunks.
+      elapsed: seconds of all chunks; a clock adds those of chunks whose steps had several sizes.
     """
 
     def __init__(self, note: Note | None = None) -> None:
