@@ -22,8 +22,8 @@ from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.learning import moments
 from medusa_jax.learning.windows import Window
 from medusa_jax.model import lora
-from medusa_jax.model.adapter import with_adapter
 from medusa_jax.model.convert import decoding_config, place_head
+from medusa_jax.model.layers import with_adapter
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
 from medusa_jax.training.functions import HeadFunctions

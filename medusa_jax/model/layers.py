@@ -1,6 +1,6 @@
 """Modules of the backbone: linear layers, the RMS norm, attention, the MLP and the decoder layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import flax.linen as nn
@@ -11,21 +11,22 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.model.adapter import with_adapter
 from medusa_jax.model.attention import attention_of
 from medusa_jax.model.draft_caches import LayerCache
+from medusa_jax.model.dropout import dropout_by_seed
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.masks import LayerMask, Mask, tree_mask
+from medusa_jax.model.product import product
 from medusa_jax.model.quantise import quantised_product
 from medusa_jax.model.stored import Kernel, Stored
-from medusa_jax.sharding import Params
+from medusa_jax.sharding import Params, PyTree
 
 
 class Linear(nn.Module):
     """y = x W (+ b), kernel [in, out]; computed in `dtype`, accumulated in float32 or wider.
 
     Depending on its variables, W is quantised (`model/quantise.py`) or stored in another form
-    (`model/stored.py`), and a low-rank adapter is added (`model/adapter.py`).
+    (`model/stored.py`), and a low-rank adapter is added (`model/lora.py`).
     """
 
     features: int
@@ -59,6 +60,18 @@ class Linear(nn.Module):
     def product(self, x: jax.Array, kernel: Kernel) -> jax.Array:
         """x W. A method, so that interceptors see it (`learning/moments.py`)."""
         return self.kernels.multiply(x, kernel, self.dtype)
+
+
+def with_adapter(adapter: Mapping[str, PyTree], x: jax.Array, y: jax.Array) -> jax.Array:
+    """y + (dropout(x) A) B, in float32 or wider; inputs are dropped only if the adapter has a seed.
+
+    Args:
+      adapter: a, b and keep (1 - dropout rate), as `lora.scale` and `lora.with_dropout` make them.
+    """
+    a, b, dtype = adapter["a"], adapter["b"], x.dtype
+    if "seed" in adapter:
+        x = dropout_by_seed(x, 1 - adapter["keep"], adapter["seed"])
+    return y + product(product(x, a.astype(dtype)).astype(dtype), b.astype(dtype))
 
 
 def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
