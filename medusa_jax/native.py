@@ -124,17 +124,7 @@ def asks() -> bool:
     return os.environ.get(PRODUCTS) != "plain" and library() is not None
 
 
-def panel() -> int:
-    """Outputs of a panel of floats (`Storage.panel`)."""
-    return loaded().panel
-
-
 def attends(head_dim: int) -> bool:
     """Whether `layer` takes heads of this size: whole vectors."""
     native = library()
     return native is not None and bool(native.call("medusa_attends", head_dim))
-
-
-def mark() -> str:
-    """The name of the compiled file and its checksum."""
-    return loaded().mark

@@ -7,7 +7,7 @@ import numpy as np
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.cpu.panels import FORMS, Panels, in_panels
 from medusa_jax.model.blocks import Blocks
-from medusa_jax.native import loaded, panel
+from medusa_jax.native import loaded
 from medusa_jax.sharding import Params, PyTree
 
 
@@ -47,7 +47,7 @@ def pack(blocks: Blocks, activations: int) -> Panels:
         stored = jax.device_put(words)
     else:
         kind, rows = "float32", blocks.unpacked(slice(None))
-        stored = in_panels(jnp.asarray(rows.T), panel())
+        stored = in_panels(jnp.asarray(rows.T), loaded().panel)
     return Panels(stored, None, kind, inputs, len(rows), activations)
 
 

@@ -36,11 +36,11 @@ class PanelKernels(CpuKernels):
 
     @property
     def panel(self) -> int:
-        return native.panel()
+        return native.loaded().panel
 
     @property
     def mark(self) -> str:
-        return native.mark()
+        return native.loaded().mark
 
     panels = staticmethod(cpu.panels)
     read_blocks = staticmethod(cpu.read_blocks)

@@ -133,10 +133,10 @@ assert "jax" not in sys.modules
 from pathlib import Path
 
 import numpy as np
-from medusa_jax.native import loaded, panel
+from medusa_jax.native import loaded
 from medusa_jax.cpu.panels import Panels, in_panels
 
-words = in_panels(np.ones((8, 3), np.float32), panel())
+words = in_panels(np.ones((8, 3), np.float32), loaded().panel)
 made = Panels(words, None, "float32", 8, 3, 16).product(np.ones((1, 8), np.float32))
 assert made.tolist() == [[8, 8, 8]]
 print(sorted(p.stem.split("-")[0] for p in Path(loaded().path).parent.iterdir()))

@@ -18,7 +18,7 @@ CHILD = """
 import hashlib, pathlib
 import numpy as np
 from medusa_jax.compiler import PARTS
-from medusa_jax.native import library, panel
+from medusa_jax.native import library, loaded
 from medusa_jax.cpu.panels import Panels, in_panels
 
 native, digest = library(), hashlib.sha256()
@@ -26,7 +26,7 @@ for form, number, bits in PARTS.values():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((7, 256)).astype(np.float32)
     if bits == 0:
-        words = in_panels(rng.standard_normal((256, 70)).astype(form), panel())
+        words = in_panels(rng.standard_normal((256, 70)).astype(form), loaded().panel)
     else:
         n = native.call("medusa_packed_words", number, 70, 256)
         words = rng.integers(0, 2**32, n, np.uint32) & 0x3FFF3FFF  # scales are finite
