@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from medusa_jax.model.masks import CausalMask
@@ -26,7 +25,6 @@ def takes_rows(q_BTNH: jax.Array) -> bool:
 
 def by_row(
     run: Callable[..., jax.Array],
-    mesh: AbstractMesh,
     q_BTNH: jax.Array,
     k_BGTH: jax.Array,
     v_BGTH: jax.Array,
@@ -37,6 +35,7 @@ def by_row(
     Args:
       run: (queries, keys, values [B, T, heads, H], mask) -> [B, T, N, H].
     """
+    mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         heads = None if k_BGTH.shape[1] % mesh.shape["tensor"] else "tensor"
         run = jax.shard_map(

@@ -42,8 +42,7 @@ class CudaKernels(Kernels):
     ) -> jax.Array:
         if not (self.cudnn and cudnn_takes(q_BTNH) and has_cudnn()):
             return super().attend_text(q_BTNH, k_BGTH, v_BGTH, mask)
-        mesh = jax.sharding.get_abstract_mesh()
-        return by_row(cudnn_attention, mesh, q_BTNH, k_BGTH, v_BGTH, mask)
+        return by_row(cudnn_attention, q_BTNH, k_BGTH, v_BGTH, mask)
 
     def product(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """One row in 16 bits as a matrix product of `PRODUCT_ROWS`."""

@@ -32,8 +32,7 @@ class TpuKernels(Kernels):
     ) -> jax.Array:
         if not (self.attention and splash_takes(q_BTNH)):
             return super().attend_text(q_BTNH, k_BGTH, v_BGTH, mask)
-        mesh = jax.sharding.get_abstract_mesh()
-        return by_row(tpu_operations.splash, mesh, q_BTNH, k_BGTH, v_BGTH, mask)
+        return by_row(tpu_operations.splash, q_BTNH, k_BGTH, v_BGTH, mask)
 
     def attend_tree(
         self,

@@ -175,12 +175,12 @@ for G in (2, 1):
     placed = jax.device_put((*qkv, mask), batch_sharding(mesh))
     cudnn = partial(cuda.cudnn_attention, implementation="xla")
     def run(q, k, v, mask):
-        return by_row(cudnn, mesh, q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+        return by_row(cudnn, q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
     run = jax.jit(run)
     with jax.set_mesh(mesh):
-        text = run.lower(*placed).compile().as_text()
+        text, out = run.lower(*placed).compile().as_text(), run(*placed)
     assert "all-gather" not in text
-    assert_close(run(*placed).reshape(qkv[0].shape), own(*qkv, mask))
+    assert_close(out.reshape(qkv[0].shape), own(*qkv, mask))
 """
 
 
