@@ -209,13 +209,13 @@ class SpeculatorsDFlash(DFlashFiles):
             "sample_from_anchor": heads.root_guesses,
             "sliding_window_non_causal": heads.causal == "none",
             "torch_dtype": export.kind.name,
+            dflash_config.INPUTS: list(drafter.taps),
         }
         raw = speculators_config.write(
             kind="dspark" if markov else "dflash",
             architecture="DSparkSpeculator" if markov else "DFlashSpeculator",
             layers=layers,
             fields=fields,
-            taps={dflash_config.INPUTS: list(drafter.taps)},
             tokens=drafter.n_heads,
             verifier=verifier(export),
         )

@@ -194,8 +194,7 @@ class SpeculatorsEagle3(Eagle3Files):
             kind="eagle3",
             architecture="Eagle3DraftModel",
             layers=layers,
-            fields=flags | fields,
-            taps={TAPS: list(drafter.taps)},
+            fields=flags | fields | {TAPS: list(drafter.taps)},
             tokens=min(drafter.n_heads, SPECULATIVE_TOKENS),
             verifier=verifier(export),
         )

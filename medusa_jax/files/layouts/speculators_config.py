@@ -57,21 +57,13 @@ def read(
 
 
 def write(
-    *,
-    kind: str,
-    architecture: str,
-    layers: Json,
-    fields: Json,
-    taps: Json,
-    tokens: int,
-    verifier: Json,
+    *, kind: str, architecture: str, layers: Json, fields: Json, tokens: int, verifier: Json
 ) -> Json:
     """config.json of heads.
 
     Args:
       layers: config.json of a model of these layers.
-      fields: the fields of this kind of heads, and the type of the tensors.
-      taps: the field with the tapped layers.
+      fields: the fields of this kind of heads, the tapped layers among them, and the type of the tensors.
       tokens: how many tokens engines draft at a time by default.
       verifier: `name_or_path` (speculators reads the embedding there) and `architectures` of the backbone.
     """
@@ -85,7 +77,6 @@ def write(
         "architectures": [architecture],
         TYPE: kind,
         PARTS: parts,
-        **taps,
         LAYERS: {name: x for name, x in layers.items() if name != "architectures"},
         "tie_word_embeddings": False,
     }  # fmt: skip
