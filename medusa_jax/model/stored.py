@@ -12,6 +12,7 @@ int8 has one scale for each output. `model/quantise.py` has the forms of frozen 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,8 +109,8 @@ class Codes(Stored):
 Kernel = jax.Array | Stored
 
 
-def int8_codes(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A kernel [in, out] -> codes int8 [in, out] and scales [1, out]: code / 127 x scale. Also for NumPy's arrays."""
+def int8_codes(kernel: Any) -> tuple[Any, Any]:
+    """A kernel [in, out] -> codes int8 [in, out] and scales [1, out]: code / 127 x scale; of JAX or of NumPy, as given."""
     wide = kernel.astype(jnp.float32)
     scales = abs(wide).max(axis=0, keepdims=True).clip(1e-30)
     codes = (wide / scales * 127).round()

@@ -1,8 +1,7 @@
 """Kernels of heads as int8, for files of half the size of bfloat16.
 
 A kernel [in, out] is stored under two keys: `<name>/codes` int8 [in, out] and `<name>/scales` float32 [1, out],
-kernel = codes / 127 x scales, as in `model/quantise.py`. Drafts may differ slightly from those of the trained
-heads; the verified text does not.
+kernel = codes / 127 x scales. Drafts may differ slightly from those of the trained heads; the verified text does not.
 """
 
 from functools import partial
@@ -12,6 +11,7 @@ import numpy as np
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.tensor import Index, Tensor, Tensors
+from medusa_jax.model.stored import int8_codes
 
 CODES, SCALES = "/codes", "/scales"
 
@@ -27,10 +27,7 @@ def encode(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if array.ndim != 2 or not name.endswith("/kernel"):
             out[name] = array.astype(ml_dtypes.bfloat16)
             continue
-        kernel = array.astype(np.float32)
-        scales = np.maximum(np.abs(kernel).max(axis=0, keepdims=True), np.float32(1e-30))
-        out[name + CODES] = np.rint(kernel / scales * 127).astype(np.int8)
-        out[name + SCALES] = scales
+        out[name + CODES], out[name + SCALES] = int8_codes(array)
     return out
 
 
