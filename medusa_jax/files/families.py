@@ -116,7 +116,8 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(context=2048, defaults=_EPS, shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS),
     "olmo3": Family(
         context=2048, defaults=_EPS | _WINDOW | {"rope_theta": 5e5, "sliding_window_pattern": 4},
-        shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS, windows="period", window_theta=5e5),
+        shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS, renamed=("rope_local_base_freq",), windows="period",
+        window_theta=5e5),
     "exaone": Family(
         context=4096, defaults=_EPS | {"num_key_value_heads": 8, "rope_theta": 5e5}, reads=_BIASES,
         names={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps",

@@ -227,12 +227,14 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
     fields: Json = {}
     if family.window_theta:
         by_kind = Fields(file, tables.table("rope_parameters"))
+        if not by_kind.values.keys() <= {*LAYER_KINDS}:  # transformers ignores others
+            tables.refuse("rope_parameters", f"tables of {' and '.join(LAYER_KINDS)}")
         local = Fields(file, by_kind.table(LAYER_KINDS[1]))
         name = f"{LAYER_KINDS[1]}'s rope_type"
         Fields(file, {name: _kind(local.values)}).expect({name: ("default",)})
         theta = raw.get("rope_local_base_freq") or family.window_theta
         fields["rope_window_theta"] = local.number("rope_theta", theta)
-        rope = by_kind.table(LAYER_KINDS[0]) | tables.table("rope_scaling") or rope
+        rope = by_kind.table(LAYER_KINDS[0]) | tables.table("rope_scaling")
     kind = _kind(rope)
     outer = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     values = {n: value for n, value in (outer | rope).items() if value is not None}

@@ -6,6 +6,7 @@ import re
 import shutil
 import struct
 import sys
+from copy import deepcopy
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from medusa_jax.files import hf, hf_writer, tensors
 from medusa_jax.files.families import ACTIVATIONS, FAMILIES
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf import BaseFiles
-from medusa_jax.files.hf_config import parse_config, read_config
+from medusa_jax.files.hf_config import LAYER_KINDS, parse_config, read_config
 from medusa_jax.files.hf_writer import config_to_hf, save_backbone
 from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.torch_writer import save_torch
@@ -181,6 +182,9 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
         (PHI3 | {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 1},
          "original_max_position_embeddings should be a number above 1"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differ by layer"),
+        *(({"model_type": name, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+           "rope_parameters should be tables of full_attention and sliding_attention, not")
+          for name in ("gemma3_text", "olmo3")),
         *(({"model_type": name, "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {spelling: "linear"}}},
            "sliding_attention's rope_type 'linear' is not supported")
           for name in ("gemma3_text", "olmo3") for spelling in ("type", "rope_type")),
@@ -207,6 +211,21 @@ def test_fields_with_two_names():
         ours = parse_config("config.json", fields | SIZES | {"model_type": kind})
         assert ours.activation == ACTIVATIONS[getattr(theirs, act)]
         assert ours.n_layers == theirs.num_hidden_layers
+
+
+SLIDING = {"sliding_attention": {"rope_theta": 77.0}}
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "olmo3"])
+@pytest.mark.parametrize("rope", [None, {}, SLIDING, SLIDING | {"full_attention": None}])
+def test_bases_of_kinds_of_layers(kind, rope):
+    """transformers has the same."""
+    transformers = pytest.importorskip("transformers")
+    fields = {"rope_theta": 33.0, "rope_local_base_freq": 20.0, "rope_parameters": rope}
+    ours = parse_config("config.json", fields | SIZES | {"model_type": kind})
+    theirs = transformers.AutoConfig.for_model(kind, **deepcopy(fields), **SIZES)
+    bases = [theirs.rope_parameters[layers]["rope_theta"] for layers in LAYER_KINDS]
+    assert [ours.rope_theta, ours.rope_window_theta] == bases
 
 
 def test_unreadable_directories(tmp_path, model_dir):

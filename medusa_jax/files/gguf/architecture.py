@@ -145,7 +145,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "minicpm": plain | {
             "embedding_multiplier": 12.0, "residual_multiplier": 1.4 / layers**0.5, "logits_scaling": width / 256,
         },
-        "olmo2": {"rope_local_base_freq": config["rope_theta"]},
+        "olmo2": {"rope_parameters": {LAYER_KINDS[True]: {"rope_theta": config["rope_theta"]}} if window else None},
         "gemma3": {"query_pre_attn_scalar": width / heads if largest else head_dim},
     }  # fmt: skip
     config |= usual.get(arch, {})
