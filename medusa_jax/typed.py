@@ -225,9 +225,10 @@ class Fields:
         """
         for name, values in able.items():
             if (value := self.values.get(name)) not in (None, *values):
-                known = ", ".join(map(repr, dict.fromkeys(values)))  # 0 and 0.0 are one
+                # 0 and 0.0 are one; tables have no hashes.
+                known = [repr(x) for i, x in enumerate(values) if x not in values[:i]]
                 raise UserError(
-                    f"{self.file}: {name} {value!r} is not supported (only {known})"
+                    f"{self.file}: {name} {value!r} is not supported (only {', '.join(known)})"
                 )
 
     def refuse(self, name: str, kind: str) -> NoReturn:

@@ -16,6 +16,7 @@ from medusa_jax.whole_files import Json
 EXPECTED = {
     "hidden_act": tuple(ACTIVATIONS),
     "is_causal": (True,),
+    "per_layer_config": ({},),
     "transformers_weights": ("model.safetensors", "model.safetensors.index.json"),
 }
 # rope_type -> its numbers, theirs -> ours.

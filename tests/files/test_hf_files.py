@@ -114,7 +114,7 @@ ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position
         (QWEN2 | MIXED, WINDOW, (4096, (True, False) * 16)),
         (QWEN2, ("qkv_bias", "out_bias"), (True, False)),
         (QWEN3, ("qk_norm", "head_dim", "qkv_bias"), (True, 128, False)),
-        ({"head_dim": None}, ("head_dim",), (128,)),
+        ({"head_dim": None, "per_layer_config": {}}, ("head_dim",), (128,)),
         # 44 * (30 / 44) is below 30.
         (PHI3 | {"head_dim": 44, "partial_rotary_factor": 30 / 44}, ("rope_dim",), (30,)),
         ({"model_type": "internlm3", "attention_bias": True}, ("qkv_bias", "out_bias"), (True, False)),
@@ -168,6 +168,7 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
         *(({"model_type": name, field: "gelu"}, rf"{field} 'gelu' is not supported \(only 'silu', 'swish', 'gelu_p")
           for name, field in (("gemma3_text", "hidden_activation"), ("exaone", "activation_function"))),
         ({"is_causal": False}, "is_causal False is not supported"),
+        ({"per_layer_config": {"0": {"hidden_act": "relu2"}}}, "per_layer_config {.* is not supported"),
         ({"transformers_weights": "b.safetensors"}, "transformers_weights 'b.safe"),
         ({"hidden_size": "absent"}, "does not say hidden_size"),
         ({"hidden_size": "4"}, "hidden_size should be int, not '4'"),
