@@ -40,6 +40,7 @@ class Family:
       window_theta: layers with the window rotate with this base; 0: with that of the others.
       rotates: layers that rotate: "all", "listed" (no_rope_layers) or "window" (those, if there is one).
       partial: partial_rotary_factor is read.
+      longrope: other names of this rope type.
       expected: values of fields that would change the computation.
       keys: names of modules in checkpoints -> Llama's.
       fused: q/k/v and gate/up are stored as one matrix each.
@@ -58,6 +59,7 @@ class Family:
     window_theta: float = 0.0
     rotates: str = "all"
     partial: bool = False
+    longrope: tuple[str, ...] = ("su",)
     expected: Mapping[str, tuple] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     fused: bool = False
@@ -112,7 +114,9 @@ FAMILIES: dict[str, Family] = {
     # Its code is in no release of transformers; these are the defaults of that code.
     "minicpm": Family(
         context=2048, defaults=_TIED, reads=_BIAS, expected={"sparse_config": (None,)}, derived=_minicpm),
-    "phi3": Family(context=4096, defaults=_EPS, windows="all", renamed=("layer_types",), partial=True, fused=True),
+    "phi3": Family(
+        context=4096, defaults=_EPS | {"original_max_position_embeddings": 4096}, windows="all",
+        renamed=("layer_types",), partial=True, longrope=("su", "yarn"), fused=True),
     "olmo2": Family(context=2048, defaults=_EPS, shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS),
     "olmo3": Family(
         context=2048, defaults=_EPS | _WINDOW | {"rope_theta": 5e5, "sliding_window_pattern": 4},

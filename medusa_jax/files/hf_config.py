@@ -236,7 +236,7 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
         theta = raw.get("rope_local_base_freq") or family.window_theta
         fields["rope_window_theta"] = local.number("rope_theta", theta)
         rope = by_kind.table(LAYER_KINDS[0]) | tables.table("rope_scaling")
-    kind = _kind(rope)
+    kind = "longrope" if (kind := _kind(rope)) in family.longrope else kind
     outer = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     values = {n: value for n, value in (outer | rope).items() if value is not None}
     inner = Fields(file, values)
@@ -277,8 +277,7 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
 
 def _kind(rope: Json) -> Any:
     """The kind of a table of rope parameters, also in the older spelling."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    return "longrope" if kind == "su" else kind
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _yarn_defaults(inner: Fields) -> None:

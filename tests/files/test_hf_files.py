@@ -83,6 +83,7 @@ IN_5 = {"rope_scaling": "absent", "rope_parameters": LLAMA31_ROPE | {"rope_theta
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 28}
 QWEN3 = {"model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 32}
 PHI3 = {"model_type": "phi3"}
+DIVISORS = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 BY_KIND = {
     "full_attention": {"rope_type": "default", "rope_theta": 7e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 9e3},
@@ -115,6 +116,9 @@ ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position
         (QWEN2, ("qkv_bias", "out_bias"), (True, False)),
         (QWEN3, ("qk_norm", "head_dim", "qkv_bias"), (True, 128, False)),
         ({"head_dim": None, "per_layer_config": {}}, ("head_dim",), (128,)),
+        # The context of Phi 3's class comes before the one in the table.
+        *((PHI3 | {"rope_scaling": DIVISORS | {"type": kind, "original_max_position_embeddings": 2048, "factor": 3.0}},
+           (ROPE[0], ROPE[3]), ("longrope", 4096)) for kind in ("longrope", "su", "yarn")),
         # 44 * (30 / 44) is below 30.
         (PHI3 | {"head_dim": 44, "partial_rotary_factor": 30 / 44}, ("rope_dim",), (30,)),
         ({"model_type": "internlm3", "attention_bias": True}, ("qkv_bias", "out_bias"), (True, False)),

@@ -156,6 +156,7 @@ def test_logits_agree(case, models):
         assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+ORIGINAL = "original_max_position_embeddings"
 # A model, changes of its config.json, and whether they change its text.
 EDITED = [
     # A file with both, as some converted ones: transformers adds the one to the other's full attention.
@@ -163,6 +164,8 @@ EDITED = [
     *(("mistral_window", {"layer_types": kinds}, kinds is not None)
       for kinds in (None, ["full_attention", "sliding_attention"])),
     ("phi3_window", {"layer_types": ["full_attention", "sliding_attention"]}, False),
+    *(("phi3_longrope", {"rope_scaling": LONG["rope_scaling"] | {"rope_type": kind, "factor": 9.0, ORIGINAL: 90}, ORIGINAL: outer}, True)
+      for kind in ("su", "yarn") for outer in (24, "absent")),
 ]  # fmt: skip
 
 
@@ -171,10 +174,11 @@ def test_logits_agree_after_a_change(case, changes, is_other, models, tmp_path):
     shutil.copytree(models(case)[1], tmp_path, dirs_exist_ok=True)
     file = tmp_path / "config.json"
     raw = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps(raw))
+    file.write_text(json.dumps({k: x for k, x in raw.items() if x != "absent"}))
     auto = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path, attn_implementation="eager").eval()
     config, params = hf.load_backbone(str(tmp_path), make_mesh())
+    config = replace(config, max_position=max(config.max_position, T))
     text = np.random.default_rng(0).integers(0, V, T)
     with torch.no_grad():
         [expected], [unchanged] = (

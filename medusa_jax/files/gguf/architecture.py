@@ -136,7 +136,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         config["layer_types"] = [LAYER_KINDS[bool(one)] for one in pattern]
     elif window and pattern is not None:  # 0: no layer is without the window
         config["sliding_window_pattern"] = pattern or layers + 1
-    config["rope_scaling"] = _rope_scaling(file, arch, config)
+    config["rope_scaling"] = rope = _rope_scaling(file, arch, config)
     # llama.cpp's values where a file does not say them.
     plain = {"attention_multiplier": head_dim**-0.5}
     largest = arch == "gemma3" and layers == 62
@@ -146,6 +146,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
             "embedding_multiplier": 12.0, "residual_multiplier": 1.4 / layers**0.5, "logits_scaling": width / 256,
         },
         "olmo2": {"rope_parameters": {LAYER_KINDS[True]: {"rope_theta": config["rope_theta"]}} if window else None},
+        "phi3": {"original_max_position_embeddings": (rope or {}).get("original_max_position_embeddings")},
         "gemma3": {"query_pre_attn_scalar": width / heads if largest else head_dim},
     }  # fmt: skip
     config |= usual.get(arch, {})
@@ -178,7 +179,8 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | N
         return (
             scaling | lists | {"rope_type": "longrope", "attention_factor": factor_of_both}
         )
-    if kind not in ("none", "linear", "yarn") or (divisors and kind != "none"):
+    known = ("none", "linear") if arch == "phi3" else ("none", "linear", "yarn")
+    if kind not in known or (divisors and kind != "none"):
         raise UserError(f"{file.file}: rope scaling {kind!r} is not supported here")
     file.expect({f"{key}attn_factor": (1.0,)})
     if divisors is not None:

@@ -273,6 +273,16 @@ def test_layers_that_have_the_window(arch, pattern, tmp_path):
     assert layers == (pattern if isinstance(pattern, list) else listed[pattern])
 
 
+def test_yarn_is_refused_for_phi3(tmp_path):
+    """In config.json the name means LongRoPE for this family."""
+    said = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    path = write(
+        tmp_path / "a.gguf", shape_metadata("phi3", **said), llama_tensors(9), "phi3"
+    )
+    with refused("rope scaling 'yarn' is not supported here"):
+        architecture.hf_config(read_gguf(path))
+
+
 # llama.cpp needs the value's size as well, and windows are for other architectures there.
 @pytest.mark.parametrize(
     "case", sorted(CASES.keys() - {"llama_own_head_size", "mistral_window"})
