@@ -21,6 +21,7 @@ from medusa_jax.files.layouts.native_heads import CERTIFICATE
 from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.tensors import open_safetensors, save_safetensors
 from medusa_jax.heads.drafter import Drafter, TextRows
+from medusa_jax.heads.state import PositionState
 from medusa_jax.heads.tapped import TappedDrafter
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.backbone import Backbone
@@ -208,14 +209,21 @@ def compare(certificate: Certificate, model: Model) -> list[Line]:
     cause = "fc is transposed or another, or a norm of the streams is left out"
     apart = _difference(fused_PD, given.get("fused", fused_PD))
     lines.append(Line("fused states", apart, FUSED, cause))
-    limit, window = LOGITS[is_same], recorded["window"]
-    return lines + _levels(given, logits_KPO[:K], ids_O, limit, window)
+    limit, fault = LOGITS[is_same], "the base of the rotation is another"
+    fault = "a window is dropped" if recorded["window"] else fault
+    if not isinstance(model.drafter.start(1, 1, "float32"), PositionState):
+        fault = ""  # no attention
+    return lines + _levels(given, logits_KPO[:K], ids_O, limit, fault)
 
 
 def _levels(
-    given: dict[str, np.ndarray], logits_KPO: np.ndarray, ids_O: np.ndarray, limit: float, window: int
+    given: dict[str, np.ndarray], logits_KPO: np.ndarray, ids_O: np.ndarray, limit: float, fault: str
 ) -> list[Line]:  # fmt: skip
-    """The logits of every level at the recorded tokens, and the chain."""
+    """The logits of every level at the recorded tokens, and the chain.
+
+    Args:
+      fault: of the attention, the likeliest if only the first positions fit; "" if the heads have none.
+    """
     ids_KPN, recorded_KPN = given["top_ids"], given["top_logits"]
     at_KPN = np.searchsorted(ids_O, ids_KPN) % len(ids_O)
     ours_KPN = np.take_along_axis(logits_KPO, at_KPN, -1)
@@ -224,10 +232,11 @@ def _levels(
     fits_P = [_difference(*x) <= limit for x in zip(ours_KPN[0], recorded_KPN[0])]
     fitting = [*fits_P, False].index(False)
     cause = "a norm is left out, the embedding or the rotation is another, or the heads are"
+    if not fault:
+        cause = "the heads or their LM heads are others"
     if _difference(best_KPN, recorded_KPN) <= limit:
         cause = "the logits belong to other tokens: the draft vocabulary (d2t) is lost"
-    elif 0 < fitting < len(fits_P):
-        fault = "a window is dropped" if window else "the base of the rotation is another"
+    elif fault and 0 < fitting < len(fits_P):
         cause = f"only the first positions fit ({fitting}): {fault}"
     pairs = enumerate(zip(ours_KPN, recorded_KPN), 1)
     lines = [Line(f"logits of level {k}", _difference(*x), limit, cause) for k, x in pairs]

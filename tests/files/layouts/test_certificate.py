@@ -21,6 +21,7 @@ from tiny import random_params
 
 from examples import verify_heads
 from medusa_jax.api.bundles import DEMO, bundled_heads
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.commands import convert, verify
 from medusa_jax.evaluate import certificate
 from medusa_jax.files.hf import BaseFiles
@@ -117,6 +118,20 @@ def test_faults_are_caught_and_named(fault, made, tmp_path, capsys):
     assert verify.main(flags) == 1
     said = capsys.readouterr()
     assert "| does not fit" in said.out and said.err.count("do not fit:") == 1
+
+
+def test_heads_without_attention_have_no_rotation(made, tmp_path):
+    """Another LM head may show at a later position only, too."""
+    base = BaseFiles.open(str(made / "base"))
+    write_heads(tmp_path, base, HeadsConfig(n_heads=2, lm_head="own"))
+    certified(made / "base", tmp_path)
+    top_PN = load_file(tmp_path / certificate.FILE)["top_ids"][0]
+    arrays = load_file(tmp_path / "heads.safetensors")
+    later = np.setdiff1d(top_PN[1:], top_PN[0])
+    arrays["heads_0/lm_head/kernel"][:, later] = 0
+    save_file(arrays, tmp_path / "heads.safetensors")
+    line = wrong(compared(tmp_path, tmp_path, made / "base"))[0]
+    assert line.cause == "the heads or their LM heads are others"
 
 
 def test_the_model_in_bfloat16_fits(made):
