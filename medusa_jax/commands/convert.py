@@ -9,6 +9,7 @@ import os
 
 from medusa_jax.arch import DTYPES
 from medusa_jax.commands.flags import CommandLine, flag
+from medusa_jax.commands.next_command import print_next
 from medusa_jax.commands.verify import certify
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
@@ -109,7 +110,8 @@ def run(flags: Flags) -> int:
         source, kind = (flags.out, "") if is_int8 else (flags.drafter, export.kind.name)
         certify(flags.model, source, flags.out, kind)
     except UserError as error:
-        inform(f"no certificate was written, medusa verify --write adds it: {error}")
+        inform(f"no certificate was written: {error}")
+        print_next("verify", model=flags.model, drafter=flags.out, write="")
     if stands_for_gguf(directory) and flags.to != "native":
         inform(
             f"the heads were trained on a GGUF file's weights: serve the checkpoint that it was made from "

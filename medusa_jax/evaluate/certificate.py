@@ -153,7 +153,7 @@ def read(directory: str) -> Certificate:
 
     file = os.path.join(directory, FILE)
     if not os.path.isfile(file):
-        raise UserError(f"{directory} has no {FILE}: medusa verify --write adds it")
+        raise UserError(f"{directory} has no {FILE}: the same command with --write adds it")
     arrays = {name: read_whole(x) for name, x in open_safetensors(file).items()}
     given = safe_open(file, framework="np").metadata() or {}
     if not FORMAT.items() <= given.items():
@@ -167,7 +167,7 @@ def read(directory: str) -> Certificate:
     except (ValueError, LookupError, AttributeError):
         fits = False
     if not fits:
-        raise UserError(f"{file} is damaged: write it again (medusa verify --write)")
+        raise UserError(f"{file} is damaged: delete it, and record another with --write")
     return Certificate(arrays, facts)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -195,6 +196,20 @@ def test_bundled_heads_pass(model, drafter, tmp_path):
     assert wrong(certificate.compare(recorded, model))
 
 
+def test_convert_prints_the_command_that_adds_it(made, tmp_path, monkeypatch, capsys):
+    """Where the model has no room in float32; the command works as it is printed."""
+    flags = [f"--model={made / 'base'}", f"--drafter={made / 'eagle3'}", "--to=native"]
+    memory = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 1}
+    monkeypatch.setattr(certificate.os, "sysconf", memory.get)
+    out = tmp_path / "two words"
+    assert convert.main([*flags, f"--out={out}"]) == 0
+    monkeypatch.undo()
+    [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("next: ")]
+    program, command, *words = shlex.split(line.removeprefix("next: "))
+    assert (program, command) == ("medusa", "verify") and verify.main(words) == 0
+    assert (out / certificate.FILE).is_file()
+
+
 def test_convert_writes_one_that_numpy_replays(tmp_path, capsys, monkeypatch):
     """The script has no JAX and none of our code; it sees swapped heads and another LM head."""
     out = tmp_path / "tgi"
@@ -244,7 +259,7 @@ def test_a_wrong_writer_does_not_certify_itself(
 
 
 def test_a_missing_certificate_is_one_sentence(made, tmp_path):
-    with refused("has no certificate"):
+    with refused("has no certificate.*: the same command with --write adds it"):
         certificate.read(str(DEMO / "medusa"))
     save_file({"x": np.zeros(1)}, tmp_path / "certificate.safetensors")
     (tmp_path / "certificate").mkdir()
