@@ -13,6 +13,7 @@ from medusa_jax.text.jinja import Span, render_template
 from medusa_jax.text.literal_text import Message, literal_text
 from medusa_jax.text.tokenizer import (
     SPECIALS,
+    NoTokenizer,
     Tokenizer,
     TurnPrompt,
     has_tokenizer,
@@ -208,8 +209,11 @@ def template_source(
     "" is the tokenizer's for conversations with `tools`, if it has one, else its default, as in transformers.
 
     Raises:
-      UserError: an unknown name, or a shipped template that does not fit the tokenizer; lists the names.
+      UserError: an unknown name, or a shipped template that does not fit the tokenizer; lists the names. Or there is
+        no tokenizer.
     """
+    if isinstance(tokenizer, NoTokenizer):
+        raise tokenizer.missing("chats cannot be told in tokens")
     name = template_name or ("tool_use" if tools else "")
     if name in tokenizer.named_templates:
         return tokenizer.named_templates[name]

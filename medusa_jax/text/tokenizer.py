@@ -238,8 +238,8 @@ class NoTokenizer(Tokenizer):
     def missing(self, advice: str) -> UserError:
         """The error for an operation that needs a tokenizer."""
         return UserError(
-            f"{self.directory} holds no tokenizer (tokenizer.json or tokenizer.model): {advice}, or "
-            "name one with --tokenizer"
+            f"{self.directory} holds no tokenizer (tokenizer.json or tokenizer.model): {advice}; "
+            "to have one, put its files there or name it with --tokenizer (decode, serve)"
         )
 
 

@@ -21,7 +21,7 @@ from medusa_jax.text.chat import (
     template_source,
 )
 from medusa_jax.text.jinja import SampleError
-from medusa_jax.text.tokenizer import Tokenizer, load_tokenizer
+from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -433,6 +433,9 @@ def test_refusals(llama2, llama3):
     }.items():
         with refused(message):
             encode_conversation(llama2, TALK, name)
+    for name in ("", "vicuna"):
+        with refused("model holds no tokenizer .*: chats cannot be told in tokens"):
+            encode_prompt(NoTokenizer("model"), "hi", name)
     with refused("no token of the conversation is the assistant's", SampleError):
         encode_conversation(llama2, TALK[:2], "vicuna")
     with refused("template is broken"):
