@@ -278,6 +278,11 @@ def test_archives_that_are_none_of_torchs(tmp_path):
     fails(path, "big-endian")
     path.write_bytes(pickle.dumps({"x": 1}, 2))
     fails(path, r"before torch 1\.6.*torch\.save\(torch\.load")
+    path.write_bytes(write(path, good, RAW).read_bytes()[:-9])
+    fails(path, "cut short")
+    for data in (b'{"choices": [[0]]}', b""):
+        path.write_bytes(data)
+        fails(path, "x is no file of weights$")
 
 
 def test_parts_are_read_without_the_rest_of_their_storage(tmp_path):
