@@ -7,6 +7,7 @@ gets another default keeps its help. In --help the flags of a base class are a g
 import argparse
 import dataclasses
 import inspect
+import os
 import shlex
 import sys
 import typing
@@ -155,7 +156,17 @@ class CommandLine(Generic[Parsed]):
         """Parse, and run; bad input is one line and exit status 2."""
         words = sys.argv[1:] if argv is None else argv
         again = shlex.join([*self.name.split(), *words]) if self.resumes else ""
-        return run_main(lambda: self.run(self.parse(words)), again)
+        return run_main(lambda: self._run(self.parse(words)), again)
+
+    def _run(self, flags: Parsed) -> int:
+        try:
+            return self.run(flags)
+        except UserError as error:
+            given = {"model": "", "drafter": "", "drafters": ()} | vars(flags)
+            heads = [given["drafter"] or "", *given["drafters"]]
+            if given["model"] is not None or not any(map(os.path.exists, heads)):
+                raise
+            raise UserError(f"{error} (without --model, the model is the demo)") from error
 
 
 def at_least(

@@ -18,6 +18,7 @@ TRAIN = "train --workdir {t}/w --config {root}/configs/vicuna7b_m1.py"
 STARTS = {
     "decode": "decode --model {m} --drafter {m}/heads --tree chain:3 --prompt a",
     "no prompt": "decode --model {m} --drafter {m}/heads",
+    "no model": "decode --prompt a",
     "requests": "decode --model {m} --drafter {m}/heads --prompts_file {f}",
     "calibrate": f"calibrate {MODEL} --out {{t}}/x.json",
     "bench": "bench --model {m} --drafters none --prompts {p}",
@@ -53,6 +54,7 @@ ROWS = {
         ("--constraint json_object:a.json", "takes no value"),
         ("--constraint regex:a --no_repeat_ngram_size 3", "constraint"),
     ],
+    "no model": [("--drafter {m}/heads", "(without --model, the model is the demo)")],
     "no prompt": [("", "--prompt"), ("--chat", "no chat template")],
     "requests": [
         ("", "{f}"),
@@ -86,6 +88,7 @@ ROWS = {
     "distill": [("--ask -2", "from 0 to"), ("--out {m}", "config.json of a model")],
     "convert": [
         ("--drafter hydra", "is for medusa heads"),
+        ("--drafter {m}/heads --to native", "(without --model, the model is the demo)"),
         ("--drafter prompt_lookup:tokens=4", "prompt_lookup has no heads"),
         ("--out {m}", "is not empty"),
         ("--out ''", "is not empty"),
