@@ -53,6 +53,8 @@ def constraint_of(asked: Any) -> Constraint:
     text = _text(kind, value)
     if text is None:
         raise UserError(f"{kind} should be {KINDS[kind]}, not {_shown(value)}")
+    if kind == "grammar" and text.lstrip().startswith("{"):
+        raise UserError(f"grammar should be {KINDS[kind]}: give a schema as json_schema")
     if len(text) > MOST_CHARACTERS:
         raise UserError(
             f"{kind} has {len(text)} characters, more than {MOST_CHARACTERS}: shorten it"

@@ -103,6 +103,7 @@ def test_special_tokens_are_no_part_of_a_text(grammars):
         ({"json_object": False}, "json_object should be true"),
         ({"regex": ""}, "regex should be"),
         ({"choice": []}, "choice should be a list"),
+        ({"grammar": '\n{"type": "object"}'}, "or in GBNF: give a schema as json_schema"),
         ({"regex": "a" * (1 << 18) + "b"}, "characters, more than"),
     ],
 )
