@@ -63,7 +63,7 @@ PARTS = {
     for form, number in FORMS.items()
     for bits in ((16, 8) if number >= FORMS["int8"] else (0,))
 }
-# One of them waits for `KERNELS`.
+# One thread waits until `KERNELS` is ready (`native.loading`); the others compile.
 threads = ThreadPoolExecutor(1 + (os.cpu_count() or 1))
 
 
@@ -93,7 +93,7 @@ def begin_products(forms: Iterable[str], activations: int) -> None:
 
 
 def compiles() -> bool:
-    """Whether kernels are to be found in the cache or compiled."""
+    """Whether kernels are found in the cache or compiled: they are not disabled, and none came for this processor."""
     return os.environ.get(PRODUCTS) != "plain" and shipped() is None
 
 

@@ -1,6 +1,6 @@
 """The typed configuration of a training: plain dataclasses.
 
-Only the command line assigns to them (`--config.optim.lr=3e-4`).
+Only recipes and the command line (`--config.optim.lr=3e-4`) assign to them.
 """
 
 from collections.abc import Iterator

@@ -31,7 +31,7 @@ KEYS = "threefry2x32"
 LAST = 5
 # Marks a call not looked up yet.
 UNSEEN: Any = object()
-# XLA compiles one program on several threads, but not all of the time.
+# XLA uses several threads for a part of each compilation only, so two at a time are faster.
 compiling = ThreadPoolExecutor(2)
 # Blocks of `without_cache` that run.
 blocks, counting = [0], threading.Lock()
@@ -98,7 +98,8 @@ class KeptPrograms:
 
     def _add(self, call: Call, submit: Callable[..., Future[Run]]) -> Kept | None:
         """Remember a program, unless it fails: then the next call compiles again. `submit` compiles, now or on another thread."""
-        kept, key = None, call.key  # without its arrays, which the future would keep
+        # The callback keeps the key, not `call`, whose arrays would stay alive.
+        kept, key = None, call.key
         if path := path_of(call):
             kept = self._read(path)
             if kept is None:
@@ -125,7 +126,7 @@ class KeptPrograms:
 
 
 def at_once(compile_one: Callable[..., Run], *args: Any) -> Future[Run]:
-    """Compile on this thread, whose priority may be low."""
+    """Compile on this thread: one of the pool would not have its priority, which may be low."""
     run: Future[Run] = Future()
     try:
         run.set_result(compile_one(*args))

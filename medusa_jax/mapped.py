@@ -1,7 +1,7 @@
 """Cache trees of arrays on disk and memory-map them at later starts.
 
-A file begins with a magic number and the place and checksum of its header, which is last: a tree in JSON, and the types
-and places of its arrays. Arrays are aligned, so that XLA on a CPU reads them in place.
+A file is a magic number, the place and checksum of the header, the arrays, and the header: the tree in JSON, and the
+arrays' types and places. Arrays are aligned, so that XLA on a CPU reads them in place.
 """
 
 import dataclasses

@@ -41,8 +41,8 @@ def replacing(path: str | Path) -> Iterator[str]:
 
     The path is in a new directory next to `path` that only this user can enter, so nobody's file is
     overwritten and no link is followed. Makes missing parents; removes what killed attempts left first. A file
-    replaces an older one, also through a link. A directory is filled if it exists, perhaps as a mount point,
-    and is empty. One with files, and anything else, such as /dev/stdout, is written directly.
+    replaces an older one, also through a link. An existing empty directory, perhaps a mount point, is filled. A
+    directory with files, and what is no file, such as /dev/stdout, is written to directly.
 
     Raises:
       UserError: the disk is full or `path` is not writable; `path` is unchanged.
@@ -93,7 +93,7 @@ def remove_abandoned(target: str) -> None:
         with suppress(OSError), _opened(left, os.O_DIRECTORY | os.O_NOFOLLOW) as file:
             own = os.fstat(file).st_uid == os.getuid()
             inside = [name[:LONGEST] for name in os.listdir(left)]
-            # One that is empty may be about to be locked.
+            # An empty one may belong to a process that has not locked it yet.
             if own and inside == [os.path.basename(left).rsplit(".", 2)[0]]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left, ignore_errors=True)

@@ -6,7 +6,7 @@
 - `layer`: a whole layer over few tokens; `commit`: move accepted keys and values;
 - `norm`, `rotate`: single operations, rounded alike in every program; `best_token`.
 
-`native.py` loads them. The products of kernels in panels are `Stored.product`.
+`native.py` loads them. The products of kernels in panels are `Panels.product`.
 """
 
 from medusa_jax.cpu.blocks import read_blocks as read_blocks

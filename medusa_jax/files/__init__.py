@@ -1,4 +1,4 @@
 """Files of models: Hugging Face directories, safetensors, torch files, GGUF; `layouts/` has those of draft heads.
 
-Nothing here unpickles, runs a repository's code or needs torch.
+Pickles of torch are read with a short list of opcodes: nothing here runs a repository's code or needs torch.
 """

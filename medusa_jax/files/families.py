@@ -33,7 +33,7 @@ class Family:
       shape: what differs from Llama in all of them.
       reads: further fields -> those of `LlamaConfig` that they set: switches, and multipliers, which are 1 if absent.
       names: other names of fields -> Llama's; if a file has both, the other name's value counts.
-      renamed: names that are not read: the family has other ones, or its transformers class ignores them.
+      ignored: names that are not read: the family has other ones, or its transformers class ignores them.
       derived: fields of `LlamaConfig` that follow from others.
       windows: layers with the window if there are no layer_types: "" (the family has none), "all", "late" (from
         max_window_layers on), or "period" (all but every n-th, n = sliding_window_pattern).
@@ -53,7 +53,7 @@ class Family:
     shape: Json = field(default_factory=dict)
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    renamed: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     derived: Callable[[Fields], Json] = lambda fields: {}
     windows: str = ""
     window_theta: float = 0.0
@@ -116,11 +116,11 @@ FAMILIES: dict[str, Family] = {
         context=2048, defaults=_TIED, reads=_BIAS, expected={"sparse_config": (None,)}, derived=_minicpm),
     "phi3": Family(
         context=4096, defaults=_EPS | {"original_max_position_embeddings": 4096}, windows="all",
-        renamed=("layer_types",), partial=True, longrope=("su", "yarn"), fused=True),
+        ignored=("layer_types",), partial=True, longrope=("su", "yarn"), fused=True),
     "olmo2": Family(context=2048, defaults=_EPS, shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS),
     "olmo3": Family(
         context=2048, defaults=_EPS | _WINDOW | {"rope_theta": 5e5, "sliding_window_pattern": 4},
-        shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS, renamed=("rope_local_base_freq",), windows="period",
+        shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS, ignored=("rope_local_base_freq",), windows="period",
         window_theta=5e5),
     "exaone": Family(
         context=4096, defaults=_EPS | {"num_key_value_heads": 8, "rope_theta": 5e5}, reads=_BIASES,
@@ -146,7 +146,7 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e6,
             "sliding_window_pattern": 6, "query_pre_attn_scalar": 256},
         shape={"post_norm": True, "qk_norm": True}, reads=_BIAS, names={"hidden_activation": "hidden_act"},
-        renamed=("hidden_act",), windows="period", window_theta=1e4, derived=_gemma3,
+        ignored=("hidden_act",), windows="period", window_theta=1e4, derived=_gemma3,
         expected={"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
                   "use_bidirectional_attention": (False,)},
         norm_offset=1.0),

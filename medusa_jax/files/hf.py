@@ -45,8 +45,8 @@ class BaseFiles(Source):
     def open(cls, path: str) -> "BaseFiles":
         """Open a model directory or hub id: its shape as the weights have it.
 
-        As in transformers 5, keys may lack `model.`, and where config.json ties the LM head to the embedding, the
-        weights decide: both are stored and differ, so that they are not tied, or one is stored, so that it is both.
+        As in transformers 5, keys may lack `model.`. If config.json ties the LM head to the embedding, the weights
+        decide: two that differ are not tied, one alone serves as both.
 
         Raises:
           UserError: unreadable, the keys of a wrapped model, or a key with and without the prefix.

@@ -74,7 +74,7 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
         raise UserError(
             f"{file}: quantization_config ({method}) is not supported; use the unquantised model"
         )
-    raw = {name: value for name, value in raw.items() if name not in family.renamed}
+    raw = {name: value for name, value in raw.items() if name not in family.ignored}
     named = {ours: theirs for theirs, ours in family.names.items() if theirs in raw}
     able = {**EXPECTED, **family.expected}
     Fields(file, raw).expect({named.get(name, name): x for name, x in able.items()})

@@ -14,8 +14,8 @@ from medusa_jax.whole_files import Json
 FILES = ("generation_config.json", "config.json")
 # Fields of sampled text, which a conversation follows.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-# Fields that are not applied here, by their value besides null and empty ones that changes no text. Fields of length are
-# the caller's to set, and any other field changes no text. Those of GGUF files are as in `gguf/convert.py`.
+# Fields that are not applied here, by the value that changes no text; null and empty values change none either. Lengths
+# are the caller's, and any other field changes no text. Those of GGUF files are as in `gguf/convert.py`.
 NEUTRAL: dict[Any, str] = {
     None: "bad_words_ids begin_suppress_tokens constraints dola_layers exponential_decay_length_penalty "
     "force_words_ids forced_bos_token_id forced_eos_token_id max_time sequence_bias stop_strings "

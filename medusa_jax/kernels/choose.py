@@ -1,4 +1,4 @@
-"""Choose the kernels: the only place that asks which platform a program is for, and two variables."""
+"""Choose the kernels for a platform and a type; reads MEDUSA_JAX_ATTENTION."""
 
 import os
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from medusa_jax.devices.platforms import platform, platform_of
 from medusa_jax.errors import UserError
 from medusa_jax.model.kernels import PLAIN, Kernels
 
-# "own": attention without the libraries' kernels and those for TPUs.
+# "own": neither attention kernels of libraries nor ours for TPUs.
 ATTENTION = "MEDUSA_JAX_ATTENTION"
 
 

@@ -31,8 +31,10 @@ TOP_K_PARTS, TOP_K_ROWS, TOP_K_WIDTH = 128, 32, 64
 
 @dataclass(frozen=True)
 class CudaKernels(Kernels):
-    """Attributes:
-    cudnn: attention of packed rows in 16 bits may be cuDNN's.
+    """XLA's best forms on NVIDIA GPUs, and cuDNN's attention.
+
+    Attributes:
+      cudnn: attention of packed rows in 16 bits may be cuDNN's.
     """
 
     cudnn: bool = True

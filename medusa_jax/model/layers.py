@@ -254,7 +254,8 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm`, attention reads x.
 
     The configuration may leave these norms out and norm the outputs of attention and MLP. Norms are named as in Hugging
-    Face files, where the second name is either the second norm's or that of attention's output. `only_B` as in `Attention`.
+    Face files: `post_attention_layernorm` is the norm before the MLP; with `post_norm` it is that of attention's output.
+    `only_B` as in `Attention`.
     """
 
     config: LlamaConfig

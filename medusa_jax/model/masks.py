@@ -1,4 +1,4 @@
-"""The tokens that each new token sees, in the form that its path of attention takes."""
+"""Masks: which tokens each new token sees."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class CausalMask(struct.PyTreeNode):
 
 
 class PathMask(struct.PyTreeNode):
-    """The cached text and the path to the token itself; see `Kernels.mask_of`.
+    """A token sees the cached text and the path to itself; see `Kernels.mask_of`.
 
     Attributes:
       mask_TR: [t, r] is True where row r after the text is on the path to new token t, itself included. The
@@ -53,7 +53,7 @@ class PathMask(struct.PyTreeNode):
 
 
 class TextMask(struct.PyTreeNode):
-    """Of new tokens that continue the text: all before and the token itself; see `Kernels.mask_of`.
+    """New tokens continue the text: each sees all earlier tokens and itself; see `Kernels.mask_of`.
 
     Attributes:
       count_B: new tokens of each row; the rest is padding, whose results mean nothing. None: all.

@@ -10,8 +10,8 @@
 speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.safetensors` or
 `pytorch_model.bin` is next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and
 not the backbone's) and 3.1's flags. speculators has the layer's fields in a separate table, flags and tapped
-layers next to it (`speculators_config.py`). If fields contradict the keys, the keys win. Engines ignore unknown
-flags; here one that may change the computation is refused (`other_fields.py`).
+layers next to it (`speculators_config.py`). In other files the keys tell the number of layers; sizes that contradict the
+keys are refused. Engines ignore unknown flags; here one that may change the computation is refused (`other_fields.py`).
 """
 
 import re
