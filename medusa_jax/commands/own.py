@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_jax.commands import bench, calibrate, convert, distill, next_command, train
 from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.commands.verify import certify
-from medusa_jax.config import Config
+from medusa_jax.config import Config, HeadsConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.json_files import read_json
@@ -29,7 +29,10 @@ from medusa_jax.progress import duration
 from medusa_jax.whole_files import Json, read_text, write_json, write_text
 
 if TYPE_CHECKING:
+    from medusa_jax.distill.seeds import Seed
     from medusa_jax.evaluate.own_costs import Costs, Workload
+    from medusa_jax.files.hf import BaseFiles
+    from medusa_jax.files.layouts.stored_heads import StoredHeads
 
 EXAMPLES = """examples:
   medusa own smollm2 questions.jsonl --out work/own
@@ -94,12 +97,17 @@ def sft_draft(
 def run(flags: Flags) -> int:
     """Plan, then do the parts that are not done yet."""
     from medusa_jax import hosts
+    from medusa_jax.api import find_model
+    from medusa_jax.files.hf import BaseFiles
 
     refuse_model(flags.out, "--out")
     out = Path(flags.out)
     with hosts.locked(out), next_command.silent():
-        plan = plan_of(flags, out)
-        heads = do_parts(flags, out, plan)
+        base = BaseFiles.open(find_model(flags.model))
+        start = first_heads(flags, base)
+        plan = plan_of(flags, out, base, start)
+        bind_start(flags, out, base, start)
+        heads = do_parts(flags, out, plan, start)
     spent, planned = (duration(sum(plan[name].values())) for name in ("spent", "seconds"))
     inform(f"done in {spent}, {planned} were estimated; the heads are in {heads}")
     chat = flags.chat_template
@@ -107,14 +115,42 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def plan_of(flags: Flags, out: Path) -> Json:
+def first_heads(flags: Flags, base: "BaseFiles") -> "StoredHeads | None":
+    """The heads of --start, if any.
+
+    Raises:
+      UserError: it names none, or heads for a model of other sizes.
+    """
+    from medusa_jax.api import find_heads
+    from medusa_jax.files.layouts.heads_io import check_base
+
+    if not flags.start:
+        return None
+    if not (stored := find_heads(flags.model, flags.start)):
+        raise UserError(
+            f"--start {flags.start} has no heads: leave it out to train new ones"
+        )
+    check_base(stored, base.config, None)
+    return stored.fitted(base)
+
+
+def plan_of(
+    flags: Flags, out: Path, base: "BaseFiles", start: "StoredHeads | None"
+) -> Json:
     """The plan in own.json, made at the first start.
 
     Raises:
-      UserError: it was made for other flags, or engines of --to cannot load such heads.
+      UserError: it was made for other flags or content, or engines of --to cannot load such heads.
     """
+    from medusa_jax.distill.seeds import digest_of, read_seeds
+    from medusa_jax.mapped import content_of
+
+    seeds = read_seeds(flags.questions, "train", flags.limit)
     file, given = out / "own.json", dataclasses.asdict(flags)
     del given["out"], given["to"]  # engines may change: their part is the last
+    # Files are compared by content, so that they may move.
+    given |= {"model": base.fingerprint(), "questions": digest_of(seeds)}
+    given["start"] = start and "".join(content_of(x)[:16] for x in sorted(start.files))
     plan: Json = {}
     if file.exists():
         plan = read_json(str(file))
@@ -131,11 +167,11 @@ def plan_of(flags: Flags, out: Path) -> Json:
             raise UserError(
                 f"{out} was started with {'; '.join(changed)}: use another --out"
             )
-    check_engines(flags, out)
-    bind_start(flags, out)
+    cfg = recipe(flags, out, start)
+    check_engines(flags, cfg.heads, base)
     if plan:
         return plan
-    job, costs = fitted(flags, recipe(flags, out))
+    job, costs = fitted(flags, seeds, cfg)
     seconds = job.seconds(costs)
     plan = {"flags": given, "job": job._asdict(), "costs": costs._asdict()}
     write_json(file, plan | {"seconds": seconds, "spent": {}})
@@ -147,20 +183,10 @@ def plan_of(flags: Flags, out: Path) -> Json:
     return plan | {"seconds": seconds, "spent": {}}
 
 
-def check_engines(flags: Flags, out: Path) -> None:
+def check_engines(flags: Flags, heads: HeadsConfig, base: "BaseFiles") -> None:
     """Before any work, refuse engines of --to that cannot load the heads, and a --drafter that differs from --start."""
-    from medusa_jax.api import find_heads, find_model
-    from medusa_jax.files.hf import BaseFiles
     from medusa_jax.files.layouts.engines import why_not
 
-    base = BaseFiles.open(find_model(flags.model))
-    unbound = flags.start and not (out / "start").exists()
-    stored = find_heads(flags.model, flags.start or "none") if unbound else None
-    if unbound and not stored:
-        raise UserError(
-            f"--start {flags.start} has no heads: leave it out to train new ones"
-        )
-    heads = stored.fitted(base).heads if stored else recipe(flags, out).heads
     if flags.drafter not in (None, heads.drafter):
         raise UserError(f"--start has {heads.drafter} heads: leave out --drafter")
     for engine in flags.to:
@@ -168,48 +194,42 @@ def check_engines(flags: Flags, out: Path) -> None:
             raise UserError(reason)
 
 
-def bind_start(flags: Flags, out: Path) -> None:
+def bind_start(
+    flags: Flags, out: Path, base: "BaseFiles", start: "StoredHeads | None"
+) -> None:
     """Write the heads of --start to out/start, bound to the model."""
-    from medusa_jax.api import find_heads, find_model
-    from medusa_jax.files.hf import BaseFiles
     from medusa_jax.files.layouts.convert import convert
     from medusa_jax.files.layouts.layout import Export
 
-    bound = out / "start"
-    unbound = flags.start and not bound.exists()
-    if unbound and (stored := find_heads(flags.model, flags.start or "none")):
-        export = Export(stored, BaseFiles.open(find_model(flags.model)), flags.model)
+    if start and not (bound := out / "start").exists():
+        export = Export(start, base, flags.model)
         convert(export, "native", str(bound), allow_other_base=True)
 
 
-def recipe(flags: Flags, out: Path, **fields: object) -> Config:
-    """The configuration of the training."""
+def recipe(
+    flags: Flags, out: Path, start: "StoredHeads | None" = None, **fields: object
+) -> Config:
+    """The configuration of the training, which goes on from the heads of --start in out/start."""
     from medusa_jax.training.own_recipe import recipe_with
 
     # Before distill has written the text, its size is unknown, so the recipe keeps its largest batch.
     given: Json = {"model.path": flags.model, "data.source": str(out / "text.jsonl")}
     given |= {"heads.drafter": flags.drafter or "medusa"}
     given |= {"data.chat_template": flags.chat_template or ""}
-    given |= (started(out) if flags.start else {}) | fields
-    return recipe_with(given, str(out / "run"))
+    if start:
+        given |= {f"heads.{name}": value for name, value in vars(start.heads).items()}
+        given |= {"train.heads_path": str(out / "start"), "optim.lr": RESTARTED}
+    return recipe_with(given | fields, str(out / "run"))
 
 
-def started(out: Path) -> Json:
-    """The fields of a training that goes on from the heads in out/start."""
-    bound = out / "start"
-    heads = json.loads(read_text(bound / "heads.json"))["heads"]
-    fields = {f"heads.{name}": value for name, value in heads.items()}
-    return fields | {"train.heads_path": str(bound), "optim.lr": RESTARTED}
-
-
-def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
+def fitted(flags: Flags, seeds: "list[Seed]", cfg: Config) -> "tuple[Workload, Costs]":
     """Measure this machine, and fit the work to --minutes.
 
     Raises:
       UserError: too few questions, or minutes; no chat template for them.
     """
     from medusa_jax.api import load
-    from medusa_jax.distill.seeds import mode_for, read_seeds
+    from medusa_jax.distill.seeds import mode_for
     from medusa_jax.evaluate.own_costs import Workload, measure
     from medusa_jax.kept_programs import use_compilation_cache
     from medusa_jax.text.chat import is_chat_model, template_source
@@ -217,7 +237,6 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
 
     began = time.perf_counter()
     use_compilation_cache()
-    seeds = read_seeds(flags.questions, "train", flags.limit)
     texts = [s.prompt or s.turns[0] for s in seeds if s.turns or s.prompt]
     if len(texts) < 2 * HELD_OUT:
         within = f" within --limit {flags.limit}" if len(texts) == flags.limit else ""
@@ -260,7 +279,7 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
     )
 
 
-def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
+def do_parts(flags: Flags, out: Path, plan: Json, start: "StoredHeads | None") -> Path:
     """Do what has no result yet; returns the directory of the heads."""
     from medusa_jax.files.layouts.native_heads import CERTIFICATE
 
@@ -285,7 +304,7 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
         batch_size=BATCH, server=flags.server, chat_template=template, **shared,
     )))  # fmt: skip
     source, kept, evaluated = split(text)
-    part("training", heads / "heads.json", lambda: train.train(recipe(flags, out, **{
+    part("training", heads / "heads.json", lambda: train.train(recipe(flags, out, start, **{
         "data.source": str(source), "data.eval_source": str(evaluated), "data.held_out": 0, "train.steps": steps,
         "train.batch_size": batch, "train.eval_every": max(1, steps // 4),
     })))  # fmt: skip
@@ -293,7 +312,7 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
         drafter=str(heads), prompts=str(kept), out=str(heads / "tree.json"), batches=(1,),
         chat_template=template, **shared,
     )))  # fmt: skip
-    compared = [out / "start", heads] if flags.start else [heads]
+    compared = [out / "start", heads] if start else [heads]
     part("comparison", out / "compare" / "race.json", lambda: bench.run(bench.Flags(
         drafters=tuple(map(str, compared)), prompts=str(kept), limit=COMPARED, repeats=1,
         out=str(out / "compare"), chat_template=template, **shared,

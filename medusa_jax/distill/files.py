@@ -1,6 +1,5 @@
 """Files of a self-distillation run: settings, samples, token arrays, counts."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from medusa_jax.distill.seeds import Seed
+from medusa_jax.distill.seeds import Seed, digest_of
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import COUNTS, covered
 from medusa_jax.text import answers
@@ -54,7 +53,7 @@ def settings_of(
         "max_turns": options["max_turns"] if mode != "continue" else None,
         **{name: options[name] if mode == "self_talk" else None for name in USER_TURNS},
         "seeds": len(seeds),
-        "seeds_sha256": hashlib.sha256(repr(seeds).encode()).hexdigest()[:16],
+        "seeds_sha256": digest_of(seeds),
     }
 
 

@@ -10,6 +10,7 @@ Three modes:
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 
 from medusa_jax.config import DataConfig
@@ -50,6 +51,11 @@ def read_seeds(source: str, split: str, limit: int, vocab_size: int = 2**31) -> 
         return Seed(number, found.prompt, found.system, found.turns)
 
     return read_usable(source, DataConfig(split=split), read, limit)
+
+
+def digest_of(seeds: Sequence[Seed]) -> str:
+    """16 hex digits of the seeds' SHA-256."""
+    return hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
 
 
 def silent_seeds(n: int) -> list[Seed]:

@@ -144,11 +144,6 @@ class BaseFiles(Source):
         entry = "embed_tokens/embedding" if self.config.tie_embeddings else "lm_head/kernel"
         return self.locate(entry)[0]
 
-    @property
-    def files(self) -> set[str]:
-        """The files of its tensors."""
-        return {tensor.file for tensor in self.tensors.values()}
-
     def by_row(self) -> dict[str, ByRow]:
         """All parameters by path, to take single values from."""
         keys = self.keys(abstract_params(self.config)).items()

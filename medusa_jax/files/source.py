@@ -36,6 +36,11 @@ class Source:
     locate: Locate
     ignore: Callable[[str], bool] = lambda key: False
 
+    @property
+    def files(self) -> set[str]:
+        """The files of its tensors."""
+        return {tensor.file for tensor in self.tensors.values()}
+
     def keys(self, abstract: Params) -> dict[str, tuple[str, bool]]:
         """`locate` for every parameter of a tree of shapes.
 

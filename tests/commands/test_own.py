@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -21,11 +22,17 @@ from tiny import (
 
 from medusa_jax import sft_draft
 from medusa_jax.commands import bench, calibrate, distill, own, train, verify
+from medusa_jax.distill.seeds import read_seeds
 from medusa_jax.evaluate.own_costs import Costs, Workload
+from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.training.evaluation import Evaluator
 
 PARTS = ("answers", "training", "tree", "comparison")
+FITTED = (
+    Workload(40, 1, 4, 8, decoded=36, read=900, tokens=800, learned=720, compared=48),
+    Costs(program=1.0, step=0.01, batch_step=0.02, token=0.001, learned=0.001),
+)
 WORDS = ("the", "cat", "in", "a", "bar", "is", "there", "and")
 
 
@@ -40,9 +47,7 @@ def given(tmp_path_factory):
 
 def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
     """A part that was stopped runs again, a finished one does not; a missing certificate is written."""
-    job = Workload(40, 1, 4, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
-    costs = Costs(program=1.0, step=0.01, batch_step=0.02, token=0.001, learned=0.001)
-    monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
+    monkeypatch.setattr(own, "fitted", lambda *_: FITTED)
     out, done, stop = tmp_path / "out", [], [calibrate]
 
     def begin(command, flags):
@@ -131,18 +136,19 @@ def test_the_work_is_fitted_to_the_minutes(given, tmp_path, monkeypatch, capsys)
     """As many questions and steps as fit; fewer minutes, less work, never more than they."""
     costs = Costs(program=0.5, step=0.001, batch_step=1.0, token=0.002, learned=0.0005)
     monkeypatch.setattr("medusa_jax.evaluate.own_costs.measure", lambda *_: costs)
-    found = []
+    found, seeds = [], read_seeds(given[1], "train", 0)
     for minutes in (None, 30.0, 9.0):
         flags = own.Flags(
             model=given[0], questions=given[1], out=str(tmp_path), minutes=minutes
         )
-        job, _ = own.fitted(flags, own.recipe(flags, tmp_path))
+        job, _ = own.fitted(flags, seeds, own.recipe(flags, tmp_path))
         seconds = sum(job.seconds(costs).values())
         assert not minutes or seconds <= 60 * minutes
         found.append((job.questions, job.steps))
     assert found[0] == found[1] > found[2]
     with refused("too short on this machine: at least"):
-        own.fitted(dataclasses.replace(flags, minutes=1.0), own.recipe(flags, tmp_path))
+        less = dataclasses.replace(flags, minutes=1.0)
+        own.fitted(less, seeds, own.recipe(flags, tmp_path))
 
 
 def test_what_cannot_be_done_is_refused_before_the_work(
@@ -170,14 +176,47 @@ def test_what_cannot_be_done_is_refused_before_the_work(
     start = f"--start={tmp_path / 'heads'}"
     assert "--start has eagle3 heads" in refusal(start, "--drafter=hydra")
     assert not (tmp_path / "out" / "start").exists()
-    flags = dataclasses.asdict(own.Flags(model=given[0], questions=given[1], out=""))
-    job = {"questions": 40, "steps": 8, "batch": 4}
-    plan = {"flags": flags, "job": job, "seconds": {}, "spent": {}}
+    monkeypatch.setattr(own, "fitted", lambda *_: FITTED)
+    assert own.main([*given, f"--out={tmp_path / 'out'}"]) == 0
+    plan = json.loads((tmp_path / "out" / "own.json").read_text())
     for damaged in ("{", "{}", "[]", json.dumps(plan | {"job": {}})):
         (tmp_path / "out" / "own.json").write_text(damaged)
         assert "own.json" in refusal()
     (tmp_path / "out" / "own.json").write_text(json.dumps(plan))
     assert own.main([*given, f"--out={tmp_path / 'out'}", "--to=vllm"]) == 0
+
+
+def test_a_directory_is_for_one_model_its_questions_and_first_heads(
+    tmp_path, monkeypatch, capsys
+):
+    """Their files may move; other content under the same names is refused, also after all is done."""
+    monkeypatch.setattr(own, "fitted", lambda *_: FITTED)
+    monkeypatch.setattr(own, "do_parts", lambda *_: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config, params = write_chat_model(Path("m"), max_position=128)
+    write_chat_model(Path("other"), max_position=128, seed=1)
+    write_heads(Path("old"), config, params, seed=1)
+    asked = write_lines(Path("asked.jsonl"), ({"turns": [word]} for word in WORDS))
+
+    def refusal(*words):
+        status = own.main([*words, f"--out={tmp_path / 'out'}"])
+        return capsys.readouterr().err if status else ""
+
+    words = ["m", "asked.jsonl", "--start=old"]
+    assert refusal(*words) == ""
+    shutil.copytree("old", "old 2")
+    asked.rename("asked 2.jsonl")
+    assert "asked.jsonl" in refusal(*words)
+    moved = [f"{tmp_path}/m/", "./asked 2.jsonl", "--start=old 2"]
+    assert refusal(*moved) == ""
+    write_lines(asked, ({"turns": [word]} for word in WORDS[1:]))
+    assert "out was started with questions '" in refusal(*words)
+    write_heads(Path("old"), config, params, seed=2)
+    assert "out was started with start '" in refusal(*moved[:2], words[2])
+    shutil.rmtree("m")
+    Path("other").rename("m")
+    old = fingerprint(config, params)
+    assert f"out was started with model {old!r}, now it is '" in refusal(*moved)
 
 
 @pytest.mark.wide
@@ -193,9 +232,7 @@ def test_heads_are_rebuilt_after_a_fine_tuning(given, tmp_path, monkeypatch, cap
     write_heads(
         tmp_path / "heads", config, random_params(config, 1), heads, ids=range(3, 30)
     )
-    job = Workload(40, 1, 4, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
-    costs = Costs(program=1.0, step=0.01, batch_step=0.02, token=0.001, learned=0.001)
-    monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
+    monkeypatch.setattr(own, "fitted", lambda *_: FITTED)
     evaluate, killed = Evaluator.__call__, []
 
     def stopped(*args):
