@@ -251,7 +251,7 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
         return lower(program, args)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(programs, "_store", store := Store())
+    monkeypatch.setattr(programs, "store", store := Store())
     monkeypatch.setattr(kept_programs, "lowered_for", lowered_for)
     prompt_read, prepare_steps = threading.Event(), generation.prepare_steps
 
