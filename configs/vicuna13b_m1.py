@@ -12,17 +12,16 @@ this model (v1.3) have a top-1 accuracy of .59 .34 .22 .15 .12 for the tokens 2,
 `top1` in log.jsonl is the same measure.
 """
 
-import dataclasses
-
 from configs.vicuna7b_m1 import get_config as vicuna7b_config
-from medusa_jax.config import Config
-from medusa_jax.files.shapes import SHAPES
+from medusa_jax.config import Config, LlamaConfig
 
 
 def get_config() -> Config:
     """The recipe of vicuna7b_m1.py on the larger model; `model.arch` is only for the dry run."""
     cfg = vicuna7b_config()
     cfg.model.path = "lmsys/vicuna-13b-v1.5"
-    cfg.model.arch = dataclasses.replace(SHAPES["llama-13b"], max_position=4096)
+    cfg.model.arch = LlamaConfig(
+        d_model=5120, n_layers=40, n_heads=40, n_kv_heads=40, d_ff=13824
+    )
     cfg.train.accumulation = 16
     return cfg

@@ -18,18 +18,23 @@ times as long as a plain one), quality 7.18 (0.05 above the original model); Alp
 tokens per step, 2.26x.
 """
 
-import dataclasses
-
 from configs.vicuna7b_m1 import get_config as vicuna7b_config
-from medusa_jax.config import Config, LoraConfig, OptimConfig
-from medusa_jax.files.shapes import SHAPES
+from medusa_jax.config import Config, LlamaConfig, LoraConfig, OptimConfig
 
 
 def get_config() -> Config:
     """The recipe; `model.arch` is only for the dry run, training reads the model's."""
     cfg = vicuna7b_config()
     cfg.model.path = "lmsys/vicuna-33b-v1.3"
-    cfg.model.arch = dataclasses.replace(SHAPES["llama-33b"], rms_eps=1e-6)
+    cfg.model.arch = LlamaConfig(
+        d_model=6656,
+        n_layers=60,
+        n_heads=52,
+        n_kv_heads=52,
+        d_ff=17920,
+        max_position=2048,
+        rms_eps=1e-6,
+    )
     cfg.data.source = "runs/vicuna33b_answers/messages.jsonl"
     cfg.data.format = "messages"
     cfg.optim = OptimConfig(

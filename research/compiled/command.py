@@ -17,7 +17,6 @@ from medusa_jax.commands.train import load_recipe
 from medusa_jax.console import announced
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.files.shapes import SHAPES
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
@@ -32,7 +31,7 @@ from research.compiled.programs import Case, compile_training
 from research.compiled.readers import read_program
 from research.compiled.targets import HERE, Target, find_target
 from research.compiled.warnings import step_warnings
-from research.shapes import find_shape
+from research.shapes import SHAPES, find_shape
 
 EXAMPLES = """examples:
   python -m research compile --for v5e

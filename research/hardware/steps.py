@@ -18,7 +18,6 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
 from medusa_jax.evaluate.step_clock import StepClock, run_steps
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
-from medusa_jax.files.shapes import SHAPES
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, make_mesh
@@ -28,6 +27,7 @@ from research.bandwidth import read_bandwidth
 from research.compiled.costs import kernels_of
 from research.hardware.profile import profiled
 from research.hardware.record import Record
+from research.shapes import SHAPES
 from research.weights import plain_form, random_backbone, random_heads
 
 SHAPE, CONTEXT, STEPS = "llama-7b", 800, 16

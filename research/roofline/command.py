@@ -13,9 +13,8 @@ from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import one_of
 from medusa_jax.evaluate.tables import Cell, table_of
-from medusa_jax.files.shapes import SHAPES
 from research.roofline import model as roofline
-from research.shapes import find_shape
+from research.shapes import SHAPES, find_shape
 
 EXAMPLES = """examples:
   python -m research roofline

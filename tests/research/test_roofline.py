@@ -9,10 +9,9 @@ from medusa_jax import UserError
 from medusa_jax.config import LlamaConfig
 from medusa_jax.devices import chips
 from medusa_jax.files.hf_writer import config_to_hf
-from medusa_jax.files.shapes import SHAPES
 from research.roofline import command
 from research.roofline import model as roofline
-from research.shapes import find_shape
+from research.shapes import SHAPES, find_shape
 
 TINY = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
 # Operational intensities in the tables 6 (by length, batch 16), 7 and 8 (by batch, length 1024) of the Medusa paper,
