@@ -18,7 +18,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 STORED = "stored"
 WEIGHTS = (STORED, "float32", "bfloat16", "int8")
 # Bits of activations that native products with integers take.
-ACTIVATIONS = (16, 8)
+ACTIVATION_BITS = (16, 8)
 DRAFT_WEIGHTS = WEIGHTS[1:]
 # Scalings of the rotation, and activations of the MLP.
 ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from medusa_jax.arch import ACTIVATIONS, DRAFT_WEIGHTS, DTYPES, WEIGHTS
+from medusa_jax.arch import ACTIVATION_BITS, DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from medusa_jax.commands.flags import flag, numbers, values_of
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
@@ -43,7 +43,7 @@ class BaseFlags:
         "bits of the activations that stored and int8 weights are multiplied by on a CPU; 8 is "
         "llama.cpp's precision",
         16,
-        choices=ACTIVATIONS,
+        choices=ACTIVATION_BITS,
     )
     context: int | None = flag(
         "most tokens of a prompt and its text (default: the model's; for LongRoPE the original context, beyond which all "

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import ACTIVATIONS, DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
+from medusa_jax.arch import ACTIVATION_BITS, DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
 from medusa_jax.errors import UserError, one_of
 from medusa_jax.model.blocks import split_blocks
 from medusa_jax.model.kernels import PLAIN, Kernels
@@ -39,12 +39,12 @@ def choose_storage(
     Args:
       weights: type to store kernels in, one of `WEIGHTS`; None is `dtype`.
       draft_weights: type for draft heads, one of `DRAFT_WEIGHTS`; None is the default of `Storage`.
-      activations: bits, one of `ACTIVATIONS`.
+      activations: bits, one of `ACTIVATION_BITS`.
 
     Raises:
       UserError: an unknown type or form, or one that is not available here.
     """
-    if activations not in ACTIVATIONS:
+    if activations not in ACTIVATION_BITS:
         raise UserError(f"activations have 16 or 8 bits, not {activations}")
     one_of("the type of weights", weights or WEIGHTS[0], WEIGHTS)
     one_of("the type of draft weights", draft_weights or WEIGHTS[1], DRAFT_WEIGHTS)
