@@ -101,7 +101,7 @@ def check_base(stored: StoredHeads, llama: LlamaConfig, fingerprint: str | None)
     """
     base = stored.base
     sizes = {"d_model": llama.d_model, "vocab_size": llama.vocab_size}
-    if stored.bound and {name: base.get(name) for name in sizes} != sizes:
+    if any(base.get(name, size) != size for name, size in sizes.items()):
         raise UserError(
             f"the heads in {stored.directory} were made for width {base.get('d_model')} and "
             f"vocabulary {base.get('vocab_size')}, the model has width {sizes['d_model']} and "
@@ -115,8 +115,7 @@ def check_base(stored: StoredHeads, llama: LlamaConfig, fingerprint: str | None)
             )
     check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
     trained_on = base.get("fingerprint")
-    is_unknown = trained_on is None and not stored.bound
-    if fingerprint not in (None, trained_on) and not is_unknown:
+    if None not in (fingerprint, trained_on) and fingerprint != trained_on:
         if stored.trained_on:
             inform(
                 f"drafts of heads trained on {stored.trained_on}; the text is this model's own"

@@ -42,7 +42,7 @@ def open_native(directory: str) -> StoredHeads:
     """Open heads that `save_heads` wrote.
 
     Raises:
-      UserError: unreadable, or another format.
+      UserError: unreadable, another format, or no whole record of the backbone.
     """
     file = os.path.join(directory, DESCRIPTION)
     meta = read_json(file)
@@ -55,7 +55,7 @@ def open_native(directory: str) -> StoredHeads:
             raise UserError(f"key {IDS!r} in int32 is missing from {weights}")
         ids = read_whole(tensors.pop(IDS))
     return StoredHeads(
-        source=weights, directory=directory, layout=NATIVE, heads=heads, meta=meta, base=base, ids=ids, bound=True,
+        source=weights, directory=directory, layout=NATIVE, heads=heads, meta=meta, base=base, ids=ids,
         tensors=codes.decode(tensors, weights), locate=lambda path: (path, False),
     )  # fmt: skip
 
@@ -66,6 +66,10 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
             f"{file} has format {meta.get('format')!r}, this version reads {FORMAT}"
         )
     fields, base = (Fields(file, meta).table(name) for name in ("heads", "base"))
+    backbone = Fields(f"{file}: base", base)
+    backbone.count("d_model")
+    backbone.count("vocab_size")
+    backbone.text("fingerprint")
     kind_of_heads = stored_drafter_class(str(fields.get("drafter")), file).Config
     heads = kind_of_heads()
     for name, value in fields.items():

@@ -30,8 +30,7 @@ class StoredHeads(Source):
       layout: the name of the layout.
       heads: kind and sizes.
       meta: contents of the description next to the weights, {} if none.
-      base: width, vocabulary and fingerprint of their backbone, as far as known.
-      bound: an entry that `base` lacks matches no model (True) or any model (False).
+      base: width, vocabulary and fingerprint of their backbone, as far as known; an unknown one matches any model.
       layers: fields of the backbone's shape that decoder layers of the heads depend on, if described.
       ids: token ids of the draft vocabulary; None if the heads score all tokens.
       copied_lm_head: the key of an LM head that may be a copy of the backbone's.
@@ -44,7 +43,6 @@ class StoredHeads(Source):
     heads: HeadsConfig
     meta: Json = field(default_factory=dict)
     base: Json = field(default_factory=dict)
-    bound: bool = False
     layers: Json = field(default_factory=dict)
     ids: np.ndarray | None = None
     copied_lm_head: str = ""

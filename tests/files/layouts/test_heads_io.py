@@ -164,6 +164,8 @@ def test_keys_that_contradict(changes, match, saved):
     ("changes", "match"),
     [
         ({"format": 2}, "has format 2, this version reads 1"),
+        ({"base": {}}, r"heads\.json: base does not say d_model"),
+        ({"base": {"d_model": 32, "vocab_size": 64}}, "base does not say fingerprint"),
         ({"heads": {"depth": 1}}, "a field under heads is one of .*, not 'depth'"),
         ({"heads": {"n_heads": True}}, "heads.n_heads should be int, not True"),
         ({"heads": {"n_layers": -1}}, "heads.n_layers .* -1"),
