@@ -53,7 +53,7 @@ class Tokenizer:
         bos_id: int | None = None,
         adds_bos: bool | None = None,
         eos_ids: Iterable[int] = (),
-        chat_template: str | dict[str, str] = "",
+        chat_templates: dict[str, str] | None = None,
         special_texts: dict[str, str] | None = None,
         fill_texts: dict[str, str] | None = None,
         origin: str = "",
@@ -69,9 +69,8 @@ class Tokenizer:
         self.fill_texts = find_fill_texts(backend, fill_texts or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < self.vocab_size)
-        templates = {} if isinstance(chat_template, str) else dict(chat_template)
-        default = templates.pop("default", NO_DEFAULT if templates else "")
-        self.chat_template = chat_template if isinstance(chat_template, str) else default
+        templates = dict(chat_templates or {})
+        self.chat_template = templates.pop("default", NO_DEFAULT if templates else "")
         self.named_templates = templates
         self.special_texts, self.origin = special_texts or {}, origin
         added = backend.get_added_tokens_decoder()
@@ -198,7 +197,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         bos_id=bos_id,
         adds_bos=settings.get("add_bos_token"),
         eos_ids=eos_ids,
-        chat_template=_chat_templates(directory, settings),
+        chat_templates=_chat_templates(directory, settings),
         special_texts=special,
         fill_texts=fill,
         origin=str(model.get("_name_or_path", "")),
@@ -285,8 +284,8 @@ def _backend(directory: str) -> Any:
     return read_backend(directory)
 
 
-def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
-    """The chat template, or several by name: those in files, else those in tokenizer_config.json."""
+def _chat_templates(directory: str, settings: Json) -> dict[str, str]:
+    """Chat templates by name: those in files, else those in tokenizer_config.json."""
     files = {"default": os.path.join(directory, "chat_template.jinja")}
     folder = os.path.join(directory, TEMPLATES_FOLDER)
     for name in sorted(glob.glob("*.jinja", root_dir=folder)):
@@ -298,7 +297,7 @@ def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
         return templates
     setting = settings.get("chat_template")
     if not isinstance(setting, list):
-        return setting if isinstance(setting, str) else ""
+        setting = [{"name": "default", "template": setting}]
     by_name = {
         str(t.get("name")): t.get("template") for t in setting if isinstance(t, dict)
     }

@@ -47,7 +47,7 @@ def with_template(tokenizer, template):
         tokenizer.backend,
         bos_id=tokenizer.bos_id,
         eos_ids=tokenizer.eos_ids,
-        chat_template=template,
+        chat_templates={"default": template},
         special_texts=tokenizer.special_texts,
     )
 
@@ -250,7 +250,8 @@ def test_a_written_bos_is_read_as_in_transformers(blank, start, added):
     ]
     template += "User: {{ messages[0].content }}</s>{{ messages[0].content }}"
     specials = {"bos_token": "<s>", "eos_token": "</s>"}
-    ours = Tokenizer(backend, bos_id=0, chat_template=template, special_texts=specials)
+    templates = {"default": template}
+    ours = Tokenizer(backend, bos_id=0, chat_templates=templates, special_texts=specials)
     talk = [{"role": "user", "content": "Hi"}]
     expected = theirs.apply_chat_template(talk, chat_template=template)["input_ids"]
     found = encode_prompt(ours, talk)
