@@ -73,9 +73,11 @@ def test_it_is_named_once(capsys):
         ({"penalty_repeat": 1.5}, {"repetition_penalty": 1.5}),
         ({"penalty_repeat": 1.5, "penalty_last_n": 0}, {}),
         ({"penalty_repeat": 1.0, "penalty_last_n": 64}, {"repetition_penalty": 1.0}),
+        ({"suppress_tokens": [5, 7]}, {"suppress_tokens": [5, 7]}),  # of every text there
     ],
 )  # fmt: skip
 def test_the_metadata_of_llama_cpp(metadata, expected, tmp_path):
     """A window of 0 turns its penalty off; one of 64 tokens is not ours."""
-    values = {f"general.sampling.{key}": value for key, value in metadata.items()}
+    prefix = {"suppress_tokens": "tokenizer.ggml."}
+    values = {prefix.get(key, "general.sampling.") + key: x for key, x in metadata.items()}
     assert sampling_of(read_gguf(write(tmp_path / "m.gguf", values, {}))) == expected

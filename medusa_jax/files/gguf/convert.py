@@ -60,7 +60,7 @@ def names_of(file: GGUFFile) -> str:
 
 
 def sampling_of(file: GGUFFile) -> Json:
-    """The sampling defaults in the file's metadata, as generation_config.json has them; others by their key."""
+    """The defaults for texts in the file's metadata, as generation_config.json has them; others by their key."""
     prefix = "general.sampling."
     values = {
         k.removeprefix(prefix): v for k, v in file.values.items() if k.startswith(prefix)
@@ -70,5 +70,7 @@ def sampling_of(file: GGUFFile) -> Json:
     if values.get("penalty_repeat") in (None, 1):
         values.pop("penalty_last_n", None)
     defaults = {SAMPLING.get(key, prefix + key): value for key, value in values.items()}
+    if tokens := file.values.get("tokenizer.ggml.suppress_tokens"):
+        defaults["suppress_tokens"] = tokens
     is_sampled = {"temperature", "top_k", "top_p", "min_p"} & defaults.keys()
     return {"do_sample": True} | defaults if is_sampled else defaults
