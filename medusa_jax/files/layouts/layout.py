@@ -1,6 +1,8 @@
 """A layout of draft heads: how their files are recognised, read and written."""
 
+import json
 import os
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -140,10 +142,7 @@ def without_factor(engine: str, llama: LlamaConfig | None) -> str:
 
 
 # `Layout.loading` for vLLM.
-VLLM_COMMAND = (
-    "`vllm serve {base} --speculative-config "
-    '\'{{"method": "{drafter}", "model": "{out}", "num_speculative_tokens": {heads}}}\'`'
-)
+VLLM_COMMAND = "`vllm serve {base} --speculative-config {speculative_config}`"
 
 
 class Layout:
@@ -155,7 +154,7 @@ class Layout:
     Attributes:
       name: its value of `--to`.
       loading: how to load the directory {out} with {heads} heads (with the root {nodes} nodes) of the kind {drafter} (or
-        {DRAFTER}) for the model {base}, for the model card.
+        {DRAFTER}) for the model {base}, for the model card; {speculative_config} is vLLM's.
       drafters: the kinds of heads that it can hold, "*" for all. `registry.TARGETS` repeats them for the package's
         layouts, so that a layout can be found without importing the others.
       draft_vocab: it can store which tokens the heads score.
@@ -167,10 +166,13 @@ class Layout:
     draft_vocab: ClassVar[bool] = False
 
     def how_to_load(self, heads: HeadsConfig, base: str, out: str) -> str:
-        """`loading` for heads in a directory."""
+        """`loading` for heads in a directory, its words quoted for a shell."""
         n, kind = heads.n_heads, heads.drafter
+        config = {"method": kind, "model": out, "num_speculative_tokens": n}
         names = {"base": base, "out": out, "drafter": kind, "DRAFTER": kind.upper()}
-        return self.loading.format(heads=n, nodes=n + 1, **names)
+        names["speculative_config"] = json.dumps(config, ensure_ascii=False)
+        words = {name: shlex.quote(value) for name, value in names.items()}
+        return self.loading.format(heads=n, nodes=n + 1, **words)
 
     def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
         """The reason why heads of its kinds cannot be stored; "" if they can.
