@@ -25,6 +25,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.json_files import read_json
 from medusa_jax.files.not_replaced import refuse_model
+from medusa_jax.heads.names import drafter_at
 from medusa_jax.progress import duration
 from medusa_jax.whole_files import Json, read_text, write_json, write_text
 
@@ -110,8 +111,9 @@ def run(flags: Flags) -> int:
         heads = do_parts(flags, out, plan, start)
     spent, planned = (duration(sum(plan[name].values())) for name in ("spent", "seconds"))
     inform(f"done in {spent}, {planned} were estimated; the heads are in {heads}")
-    chat = flags.chat_template
-    next_command.print_next("serve", model=flags.model, drafter=str(heads), chat=chat)
+    kind = start.heads.drafter if start else flags.drafter or ""
+    drafter, chat = drafter_at(kind, str(heads)), flags.chat_template
+    next_command.print_next("serve", model=flags.model, drafter=drafter, chat=chat)
     return 0
 
 

@@ -30,7 +30,7 @@ from medusa_jax.errors import (
     nearest,
     stop_signal,
 )
-from medusa_jax.heads.names import is_module_class
+from medusa_jax.heads.names import drafter_at
 from medusa_jax.notation import entries
 from medusa_jax.training.data.sources import places
 
@@ -142,7 +142,7 @@ def tell_calibration(workdir: str, model: str, data: DataConfig, name: str) -> N
         print_next(
             "calibrate",
             model=model or None,
-            drafter=f"{name}:{heads}" if is_module_class(name) else heads,
+            drafter=drafter_at(name, heads),
             prompts=prompts,
             chat_template=data.chat_template or None,
             out=os.path.join(heads, "tree.json"),

@@ -38,6 +38,11 @@ def split_drafter(drafter: str) -> tuple[str, str]:
     return match[1], match[2] or ""
 
 
+def drafter_at(name: str, path: str) -> str:
+    """The value of `--drafter` for heads at a path; `split_drafter` splits it again."""
+    return f"{name}:{path}" if is_module_class(name) else path
+
+
 def is_module_class(name: str) -> bool:
     """Whether a drafter's name is `module:Class`, a class of any importable module."""
     return bool(_MODULE_CLASS.fullmatch(name))

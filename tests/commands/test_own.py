@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -21,11 +22,12 @@ from tiny import (
 )
 
 from medusa_jax import sft_draft
-from medusa_jax.commands import bench, calibrate, distill, own, train, verify
+from medusa_jax.commands import bench, calibrate, distill, own, serve, train, verify
 from medusa_jax.distill.seeds import read_seeds
 from medusa_jax.evaluate.own_costs import Costs, Workload
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.heads.eagle3 import Eagle3Config
+from medusa_jax.heads.names import split_drafter
 from medusa_jax.training.evaluation import Evaluator
 
 PARTS = ("answers", "training", "tree", "comparison")
@@ -184,6 +186,16 @@ def test_what_cannot_be_done_is_refused_before_the_work(
         assert "own.json" in refusal()
     (tmp_path / "out" / "own.json").write_text(json.dumps(plan))
     assert own.main([*given, f"--out={tmp_path / 'out'}", "--to=vllm"]) == 0
+
+
+def test_it_ends_with_a_command_that_can_be_pasted(given, tmp_path, monkeypatch, capsys):
+    """Heads of a class of one's own are named with it."""
+    monkeypatch.setattr(own, "fitted", lambda *_: FITTED)
+    monkeypatch.setattr(own, "do_parts", lambda *_: tmp_path / "my heads")
+    name = "examples.tiny_drafter:Tiny"
+    assert own.main([*given, f"--out={tmp_path / 'out'}", f"--drafter={name}"]) == 0
+    words = shlex.split(capsys.readouterr().err.split("next: medusa serve")[1])
+    assert split_drafter(serve.main.parse(words).drafter) == (name, f"{tmp_path}/my heads")
 
 
 def test_a_directory_is_for_one_model_its_questions_and_first_heads(

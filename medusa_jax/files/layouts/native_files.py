@@ -2,10 +2,12 @@
 
 from flax.traverse_util import unflatten_dict
 
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.files.copies import copy_inside
 from medusa_jax.files.layouts.layout import Export, Layout
 from medusa_jax.files.layouts.native_heads import NATIVE, base_record, save_heads
 from medusa_jax.heads import vocabulary
+from medusa_jax.heads.names import drafter_at
 
 
 class NativeFiles(Layout):
@@ -14,6 +16,10 @@ class NativeFiles(Layout):
     name = NATIVE
     drafters, draft_vocab = ("*",), True
     loading = "`medusa serve --model {base} --drafter {out}`"
+
+    def how_to_load(self, heads: HeadsConfig, base: str, out: str) -> str:
+        """A class of another module is named."""
+        return super().how_to_load(heads, base, drafter_at(heads.drafter, out))
 
     def write(self, export: Export, out: str) -> None:
         """Write them with the backbone's fingerprint and the tree, if any."""

@@ -1,5 +1,6 @@
 """The table of layouts, and layouts of other packages."""
 
+import shlex
 import subprocess
 import sys
 
@@ -81,6 +82,13 @@ def test_every_layout_of_the_table():
     for engine in ENGINES.values():
         for drafter, targets in engine.items():
             assert {*targets} <= {*registry.targets_of(drafter)}
+
+
+def test_heads_of_a_class_of_ones_own_are_loaded_by_its_name():
+    heads = HeadsConfig("mine:Kind")
+    layout = registry.layout_of("native", "mine:Kind")
+    words = shlex.split(layout.how_to_load(heads, "a model", "my heads").strip("`"))
+    assert words[2:] == ["--model", "a model", "--drafter", "mine:Kind:my heads"]
 
 
 def test_a_class_by_its_name(mine, base, tmp_path):
