@@ -7,6 +7,7 @@ number of rows; decoding uses the one next to the heads.
 import dataclasses
 from pathlib import Path
 
+from medusa_jax.commands import decode_flags
 from medusa_jax.commands.flags import (
     CommandLine,
     at_least,
@@ -160,7 +161,8 @@ def run(flags: Flags) -> int:
     example = {"chat": template, "prompt": "Hello"} if is_chat else {"prompt": "import os"}
     found = stored and Path(stored.directory, "tree.json").resolve() == out.resolve()
     tree = None if found else str(out)
-    print_next("decode", **to_repeat(flags), tree=tree, **example, compare="")
+    given = to_repeat(flags, decode_flags.Flags)
+    print_next("decode", **given, tree=tree, **example, compare="")
     return 0
 
 

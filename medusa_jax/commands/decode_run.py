@@ -56,9 +56,10 @@ def run(flags: Flags, began: float) -> int:
         load_seconds=load_seconds,
     )
     if flags.compare and flags.drafter and flags.drafter not in BASELINES:
+        from medusa_jax.commands import serve_flags
         from medusa_jax.commands.next_command import print_next
 
-        print_next("serve", **to_repeat(flags), chat=flags.chat)
+        print_next("serve", **to_repeat(flags, serve_flags.Flags))
     return status
 
 

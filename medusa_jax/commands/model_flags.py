@@ -137,11 +137,16 @@ def load_model(
     return model
 
 
-def to_repeat(flags: ModelFlags) -> dict[str, str]:
-    """The flags of the model and its drafter that were given, for `print_next`."""
-    values, defaults = (values_of(f, ModelFlags) for f in (flags, ModelFlags()))
-    given = {name: value for name, value in values.items() if value != defaults[name]}
-    return {name: "" if value is True else str(value) for name, value in given.items()}
+def to_repeat(flags: ModelFlags, following: type) -> dict[str, str]:
+    """The given flags that the following command has, too, for `print_next`; but a text's length is of one call."""
+    theirs = {field.name for field in dataclasses.fields(following)} - {"max_new_tokens"}
+    words = {}
+    for field in dataclasses.fields(flags):
+        value = getattr(flags, field.name)
+        if field.name in theirs and value != field.default:
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            words[field.name] = "" if value is True else str(value)
+    return words
 
 
 def make_learner(flags: LearnFlags, model: "Model") -> "Learner | None":

@@ -18,8 +18,10 @@ import medusa_jax
 from medusa_jax import Options, progress
 from medusa_jax.__main__ import COMMANDS
 from medusa_jax.api import find_heads, find_model
-from medusa_jax.commands import bench, calibrate, convert, train
+from medusa_jax.commands import bench, calibrate, convert, decode, serve, train
 from medusa_jax.commands.flags import CommandLine, at_least, flag, parser_of
+from medusa_jax.commands.model_flags import to_repeat
+from medusa_jax.commands.next_command import print_next
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import tree_fit
@@ -275,6 +277,15 @@ def test_the_verdict_of_a_fit(nodes, choices, spares, said):
     assert said in line and "head by head: 46%" in line
     assert ("only copies" in line) == (nodes > 1 and not spares)
     assert "heads that give 2.30 a step would reach 1.92x" in line  # 2.3 / 1.2
+
+
+def test_the_next_command_repeats_the_flags_that_it_has(capsys):
+    line = "--drafter=h --tokenizer=t --tree=chain:3 --mesh=1,2,1 --dtype=float32 --chat --top_k=3 --prompt=a"
+    print_next("serve", **to_repeat(decode.main.parse(line.split()), serve.Flags))
+    named = serve.main.parse(shlex.split(capsys.readouterr().err)[3:])
+    assert named == serve.Flags(
+        drafter="h", tokenizer="t", tree="chain:3", mesh=(1, 2, 1), dtype="float32", chat=""
+    )
 
 
 @pytest.mark.parametrize(
