@@ -21,7 +21,7 @@ from medusa_jax.model import convert
 from medusa_jax.model.stored import Codes
 from medusa_jax.native import library
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import setup
+from medusa_jax.training import models
 from medusa_jax.tree.tree import Tree
 
 LAYERS = 12
@@ -44,7 +44,7 @@ def peak(monkeypatch):
         (source, "_place"),
         (convert, "_prepared"),
         (convert, "_in_form"),
-        (setup, "quantise_backbone"),
+        (models, "quantise_backbone"),
     ):
         monkeypatch.setattr(module, name, most.watching(getattr(module, name)))
     return most
