@@ -115,12 +115,13 @@ def quantise_backbone(params: Params, kind: str) -> Params:
     return unflatten_dict(out, sep="/")  # type: ignore[no-any-return]
 
 
-def dequantise_backbone(params: Params, dtype: DTypeLike = jnp.float32) -> Params:
-    """The inverse of `quantise_backbone`, up to rounding."""
+def dequantise_backbone(params: Params) -> Params:
+    """The inverse of `quantise_backbone`, up to rounding, in float32."""
     if "codes" in params:
         others = {k: v for k, v in params.items() if k not in ("codes", "scales")}
-        return others | {"kernel": dequantise(params["codes"], params["scales"], dtype)}
+        kernel = dequantise(params["codes"], params["scales"], jnp.float32)
+        return others | {"kernel": kernel}
     return {
-        name: dequantise_backbone(inner, dtype) if isinstance(inner, dict) else inner
+        name: dequantise_backbone(inner) if isinstance(inner, dict) else inner
         for name, inner in params.items()
     }
