@@ -172,7 +172,7 @@ def write_text(path: str | Path, text: str) -> None:
         file.write(text)
 
 
-def write_json(path: str | Path, value: object, indent: int | None = 1) -> None:
+def write_json(path: str | Path, value: object, indent: int | None = 2) -> None:
     """Write a JSON file with non-ASCII characters escaped."""
     write_text(path, json.dumps(value, indent=indent) + "\n")
 

@@ -17,14 +17,13 @@ from medusa_jax.errors import UserError
 from medusa_jax.files.families import ACTIVATIONS, FAMILIES, FIELDS, Family
 from medusa_jax.files.hf_config import DIVISORS, LAYER_KINDS, SCALINGS, parse_config
 from medusa_jax.files.hf_keys import locate
-from medusa_jax.files.json_files import save_json
 from medusa_jax.files.source import flatten
 from medusa_jax.files.stored_forms import from_llama
 from medusa_jax.files.tensor import Tensor, read_whole
 from medusa_jax.files.tensors import save_safetensors
 from medusa_jax.hosts import on_host
 from medusa_jax.sharding import Params
-from medusa_jax.whole_files import Json
+from medusa_jax.whole_files import Json, write_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -142,7 +141,7 @@ def save_backbone(
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     save_weights(directory, shapes, read, dtype, write)
     if write:
-        save_json(os.path.join(directory, "config.json"), raw | (extra or {}))
+        write_json(os.path.join(directory, "config.json"), raw | (extra or {}))
 
 
 def _tensor(leaf: jax.Array, transposed: bool) -> Tensor:
@@ -202,7 +201,7 @@ def save_weights(
     index = os.path.join(directory, INDEX)
     if plan.is_sharded:
         content = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        save_json(index, content)
+        write_json(index, content)
     elif has_index:
         os.remove(index)
     for path in glob.glob(os.path.join(glob.escape(directory), "model*.safetensors")):

@@ -1,10 +1,9 @@
-"""JSON files of models: read with errors that name the file, written as Hugging Face writes them."""
+"""JSON files of models, read with errors that name the file."""
 
-import json
 import os
 
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import Json, decode_text, parse_json, write_text
+from medusa_jax.whole_files import Json, decode_text, parse_json
 
 # Says in place of tokenizer.json why there is none.
 REFUSAL = "tokenizer.error"
@@ -27,8 +26,3 @@ def read_json(path: str) -> Json:
 def optional_json(path: str) -> Json:
     """`read_json`; {} if the file does not exist."""
     return read_json(path) if os.path.isfile(path) else {}
-
-
-def save_json(path: str, value: Json) -> None:
-    """Write a JSON object atomically, formatted as Hugging Face does."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

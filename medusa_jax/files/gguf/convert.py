@@ -14,11 +14,11 @@ from medusa_jax.files.gguf.vocabulary import (
 )
 from medusa_jax.files.hf_config import family_of, parse_config
 from medusa_jax.files.hf_keys import locate
-from medusa_jax.files.json_files import REFUSAL, save_json
+from medusa_jax.files.json_files import REFUSAL
 from medusa_jax.files.source import Source
 from medusa_jax.files.stored_forms import as_llama
 from medusa_jax.model.convert import abstract_params
-from medusa_jax.whole_files import Json, write_text
+from medusa_jax.whole_files import Json, write_json, write_text
 
 # Names of sampling options in GGUF metadata -> in generation_config.json.
 SAMPLING = {
@@ -48,9 +48,9 @@ def write_files(path: str, directory: str) -> None:
         write_text(os.path.join(directory, REFUSAL), str(error))
     else:
         write_text(os.path.join(directory, "tokenizer.json"), tokenizer)
-        save_json(os.path.join(directory, "tokenizer_config.json"), settings)
-    save_json(os.path.join(directory, "config.json"), config | ids)
-    save_json(os.path.join(directory, "generation_config.json"), ids | sampling_of(file))
+        write_json(os.path.join(directory, "tokenizer_config.json"), settings)
+    write_json(os.path.join(directory, "config.json"), config | ids)
+    write_json(os.path.join(directory, "generation_config.json"), ids | sampling_of(file))
 
 
 def names_of(file: GGUFFile) -> str:

@@ -12,13 +12,12 @@ import numpy as np
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.files.hf import BaseFiles
-from medusa_jax.files.json_files import save_json
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.source import Locate
 from medusa_jax.files.tensor import Tensors, cast
 from medusa_jax.files.tensors import save_safetensors
 from medusa_jax.notation import byte_size
-from medusa_jax.whole_files import Json
+from medusa_jax.whole_files import Json, write_json
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class Export:
             from medusa_jax.files.torch_writer import save_torch  # only for such files
 
             save_torch(path, arrays)
-        save_json(os.path.join(out, "config.json"), config)
+        write_json(os.path.join(out, "config.json"), config)
 
 
 def widest(arrays: Arrays) -> np.dtype:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.files.json_files import optional_json, read_json, save_json
+from medusa_jax.files.json_files import optional_json, read_json
 from medusa_jax.files.layouts import codes
 from medusa_jax.files.layouts.stored_heads import StoredHeads, check_ids
 from medusa_jax.files.source import flatten
@@ -134,7 +134,7 @@ def save_heads(
     if os.path.isfile(weights) and not _holds(weights, arrays):
         _drop_measured(directory)
     save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
-    save_json(os.path.join(directory, DESCRIPTION), description)
+    write_json(os.path.join(directory, DESCRIPTION), description)
 
 
 def _holds(weights: str, arrays: dict[str, np.ndarray]) -> bool:
