@@ -54,7 +54,7 @@ def made_once(
     try:
         if sum(map(os.path.getsize, files)) < LEAST_BYTES:
             return make()
-        path = cached("packed", what, sorted(map(content_of, files)), marks)
+        path = cached("packed", what, sorted(map(sha256_of, files)), marks)
     except (OSError, TypeError):
         return make()
     with suppress(*UNREADABLE):
@@ -92,7 +92,7 @@ def package_mark() -> str:
     return hashlib.sha256(repr(marks).encode()).hexdigest()
 
 
-def content_of(name: str) -> str:
+def sha256_of(name: str) -> str:
     """The sha256 of a file, noted for later starts: gigabytes take seconds to read."""
     status = os.stat(name)
     marks = os.path.realpath(name), status.st_size, status.st_mtime_ns, status.st_ctime_ns

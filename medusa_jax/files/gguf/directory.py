@@ -9,7 +9,7 @@ from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.files.gguf.reader import split_files
 from medusa_jax.files.tensors import GGUF_LINK
-from medusa_jax.mapped import content_of
+from medusa_jax.mapped import sha256_of
 from medusa_jax.whole_files import replacing
 
 # Part of every directory's name: raise it when a file would be converted differently.
@@ -68,5 +68,5 @@ def _link(directory: str, path: str) -> None:
 
 def checksum(path: str) -> str:
     """The sha256 of a file, in hexadecimal digits; for a split model, of its files' checksums."""
-    sums = [content_of(name) for name in split_files(path)]
+    sums = [sha256_of(name) for name in split_files(path)]
     return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
