@@ -17,6 +17,7 @@ EXPECTED = {
     "hidden_act": tuple(ACTIVATIONS),
     "is_causal": (True,),
     "per_layer_config": ({},),
+    "configuration_files": (["config.json"], []),
     "transformers_weights": ("model.safetensors", "model.safetensors.index.json"),
 }
 # rope_type -> its numbers, theirs -> ours.

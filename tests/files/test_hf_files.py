@@ -115,7 +115,7 @@ ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position
         (QWEN2 | MIXED, WINDOW, (4096, (True, False) * 16)),
         (QWEN2, ("qkv_bias", "out_bias"), (True, False)),
         (QWEN3, ("qk_norm", "head_dim", "qkv_bias"), (True, 128, False)),
-        ({"head_dim": None, "per_layer_config": {}}, ("head_dim",), (128,)),
+        ({"head_dim": None, "per_layer_config": {}, "configuration_files": ["config.json"]}, ("head_dim",), (128,)),
         # The context of Phi 3's class comes before the one in the table.
         *((PHI3 | {"rope_scaling": DIVISORS | {"type": kind, "original_max_position_embeddings": 2048, "factor": 3.0}},
            (ROPE[0], ROPE[3]), ("longrope", 4096)) for kind in ("longrope", "su", "yarn")),
@@ -173,6 +173,7 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
           for name, field in (("gemma3_text", "hidden_activation"), ("exaone", "activation_function"))),
         ({"is_causal": False}, "is_causal False is not supported"),
         ({"per_layer_config": {"0": {"hidden_act": "relu2"}}}, "per_layer_config {.* is not supported"),
+        ({"configuration_files": ["config.json", "config.4.0.0.json"]}, r"configuration_files \['config.* is not"),
         ({"transformers_weights": "b.safetensors"}, "transformers_weights 'b.safe"),
         ({"hidden_size": "absent"}, "does not say hidden_size"),
         ({"hidden_size": "4"}, "hidden_size should be int, not '4'"),
