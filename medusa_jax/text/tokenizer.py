@@ -11,6 +11,7 @@ from medusa_jax.files.json_files import REFUSAL, optional_json
 from medusa_jax.text.fill_tokens import SPELLINGS
 from medusa_jax.text.fill_tokens import fill_texts as find_fill_texts
 from medusa_jax.text.growth import check_growth
+from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json, read_text
 
 BROKEN = "\ufffd"
@@ -182,6 +183,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         return backend.token_to_id(token) if token else None
 
     model = optional_json(os.path.join(directory, "config.json"))
+    Fields(directory, settings).expect({"fast_tokenizer_files": (["tokenizer.json"], [])})
     bos_id = id_of("bos_token")
     if "bos_token" not in settings:
         # Only if the tokenizer does not specify it: Qwen's configs name a BOS that is never used.

@@ -219,6 +219,17 @@ def test_a_sentencepiece_model_that_is_cut_between_two_pieces(sentencepiece_dir,
             load_tokenizer(str(tmp_path / "cut"))
 
 
+def test_another_file_that_transformers_reads(byte_level_dir, tmp_path):
+    shutil.copy(byte_level_dir / "tokenizer.json", tmp_path)
+    names = {"fast_tokenizer_files": ["tokenizer.json"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    load_tokenizer(str(tmp_path))
+    names["fast_tokenizer_files"] += ["tokenizer.4.0.0.json"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    with refused(r"fast_tokenizer_files \['tokenizer.* is not supported"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_no_code_of_the_directory_runs(sentencepiece_dir, tmp_path, monkeypatch):
     """Not even where stdin says yes: the files name classes in a Python file next to them."""
     folder, marker = tmp_path / "model", tmp_path / "ran"
