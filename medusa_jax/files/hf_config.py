@@ -258,6 +258,9 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
         contexts = (raw.get(name), values.get(name), raw.get("max_position_embeddings"))
         values[name] = next((n for n in contexts if n is not None), None)
     if kind == "yarn":
+        if "factor" in rope:  # null
+            context = tables.count("max_position_embeddings")
+            values.setdefault("factor", context / inner.number(name))
         _yarn_defaults(inner)
         fields["rope_truncate"] = inner.switch("truncate", True)
     if kind == "longrope":

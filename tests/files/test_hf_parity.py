@@ -163,6 +163,7 @@ EDITED = [
     *((case, {"rope_scaling": LINEAR | {"factor": 8.0}}, True) for case in ("gemma3", "olmo3_listed")),
     *(("mistral_window", {"layer_types": kinds}, kinds is not None)
       for kinds in (None, ["full_attention", "sliding_attention"])),
+    ("llama_yarn", {"rope_scaling": YARN | {"factor": None}}, True),
     ("phi3_window", {"layer_types": ["full_attention", "sliding_attention"]}, False),
     *(("phi3_longrope", {"rope_scaling": LONG["rope_scaling"] | {"rope_type": kind, "factor": 9.0, ORIGINAL: 90}, ORIGINAL: outer}, True)
       for kind in ("su", "yarn") for outer in (24, "absent")),
