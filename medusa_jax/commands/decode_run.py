@@ -221,7 +221,7 @@ def answer_one(
         fitted = ", or a fitted tree (medusa calibrate)" if drafter.trained else ""
         inform(
             f"mostly plain steps: {drafter.name}'s drafts were slower here; heads that guess "
-            f"more often help (python train.py){fitted}"
+            f"more often help (medusa train){fitted}"
         )
     if result.finish_reason == "context":
         context = job.model.config.max_position

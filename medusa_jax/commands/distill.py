@@ -221,7 +221,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     for problem, n in sizes.get("unusable_seeds", {}).items():
         inform(f"{n} seeds gave no sample: {problem}")
     print_next(
-        "", "python train.py", config="configs/own.py",
+        "train",
         **{"config.model.path": flags.model or find_model(None)},
         **{"config.data.source": str(out if mode == "continue" else path)},
         **{"config.data.chat_template": flags.chat_template or None},

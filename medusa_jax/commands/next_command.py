@@ -10,7 +10,6 @@ from contextvars import ContextVar
 
 from medusa_jax.console import inform
 
-PROGRAM = "medusa"
 _silent = ContextVar("silent", default=False)
 
 
@@ -24,14 +23,14 @@ def silent() -> Iterator[None]:
         _silent.reset(before)
 
 
-def print_next(command: str, program: str = PROGRAM, **flags: str | None) -> None:
+def print_next(command: str, **flags: str | None) -> None:
     """Print "next: medusa decode --model m --compare", without flags that are None.
 
     An empty value is a flag without one.
     """
     from medusa_jax import hosts  # here, not for --help
 
-    words = [program, command] if command else [program]
+    words = ["medusa", command]
     for name, value in flags.items():
         if value is not None:
             words += [f"--{name}", shlex.quote(value)] if value else [f"--{name}"]

@@ -1,4 +1,4 @@
-"""`python train.py --config=FILE --workdir=DIR [--config.field=value ...]`."""
+"""`medusa train`, train.py: `medusa train --config=FILE --workdir=DIR [--config.field=value ...]`."""
 
 import argparse
 import dataclasses
@@ -36,7 +36,7 @@ from medusa_jax.training.data.sources import places
 
 EXAMPLES = """\
 examples:
-  python train.py --config=configs/own.py --config.model.path=path/to/model --config.data.source=talk.jsonl
+  medusa train --config.model.path=path/to/model --config.data.source=talk.jsonl      as configs/own.py
   python train.py --config=configs/vicuna7b_m1.py --workdir=runs/vicuna7b_m1 --config.dry_run
 
 any field of medusa_jax/config.py and of the drafter's file in medusa_jax/heads/:
@@ -51,7 +51,10 @@ Run again with the same --workdir, a training resumes."""
 class Flags(HostFlags):
     """Train by a configuration."""
 
-    config: str | None = flag("a file with get_config() -> medusa_jax.config.Config", None)
+    config: str | None = flag(
+        "a file with get_config() -> medusa_jax.config.Config (default: heads for a model of yours)",
+        None,
+    )
     workdir: str | None = flag(
         "checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there", None
     )
@@ -180,8 +183,11 @@ def configured(flags: Flags) -> tuple[Config, Callable[[Config], Config]]:
     Raises:
       UserError: an unknown flag or field (the nearest one is named), or a value of another type.
     """
-    module = None if flags.config is None else load_recipe(flags.config)
-    cfg = Config() if module is None else module.get_config()
+    if flags.config is None:
+        from medusa_jax.training import own_recipe as module  # imports JAX: not for --help
+    else:
+        module = load_recipe(flags.config)
+    cfg = module.get_config()
     known_fields, _ = fields_parser(cfg).parse_known_args(flags.fields)
     drafter = vars(known_fields).get("heads.drafter")
     if drafter and type(cfg.heads) is HeadsConfig:
@@ -192,10 +198,6 @@ def configured(flags: Flags) -> tuple[Config, Callable[[Config], Config]]:
     values = vars(fields_parser(cfg).parse_args(flags.fields))
     for path, value in values.items():
         override(cfg, path, value)
-    if module is None:
-        raise UserError(
-            "--config=FILE.py is missing, e.g. --config=configs/own.py for a model of yours (see --help)"
-        )
     cfg.workdir = flags.workdir or cfg.workdir
     if not cfg.workdir and not cfg.dry_run:
         raise UserError("--workdir=DIR is missing: where checkpoints and results go")

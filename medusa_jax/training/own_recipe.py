@@ -1,4 +1,4 @@
-"""The recipe of heads for a model of one's own (configs/own.py, `medusa own`), and what each family changes in a recipe."""
+"""The recipe of heads for a model of one's own (`medusa train` without --config, configs/own.py, `medusa own`), and what each family changes in a recipe."""
 
 import dataclasses
 import math
@@ -111,7 +111,8 @@ def complete(cfg: Config, names: frozenset[str]) -> Config:
     """
     if not cfg.model.path:
         raise UserError(
-            "set --config.model.path: a directory, a .gguf file, a hub id or a name"
+            "set --config.model.path: a directory, a .gguf file, a hub id or a name; or give --config=FILE.py, "
+            "another recipe (see --help)"
         )
     if not cfg.data.source:
         raise UserError("set --config.data.source: a file of JSON lines, or a dataset's id")

@@ -92,7 +92,7 @@ def test_what_is_advised_after_plain_steps(decode, monkeypatch):
     monkeypatch.setattr(ChunkClock, "size_to_time", lambda self: None)
     for more, fits in (((), True), (("--drafter", "prompt_lookup"), False)):
         said = decode("--prompt", "in the hat", *more, tree=None)[2]
-        assert "python train.py" in said and ("medusa calibrate" in said) == fits
+        assert "medusa train" in said and ("medusa calibrate" in said) == fits
 
 
 @pytest.mark.wide

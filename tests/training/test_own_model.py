@@ -24,7 +24,7 @@ from medusa_jax.training.plan import RunPlan
 # Smaller than the page's.
 MORE = {
     "distill": "--max_new_tokens 24 --batch_size 8 --temperature 1",
-    "train.py": "--config.train.steps 30 --config.train.eval_every 30 --config.data.seq_len 48",
+    "train": "--config.train.steps 30 --config.train.eval_every 30 --config.data.seq_len 48",
     "calibrate": "--limit 4 --max_new_tokens 16 --sizes 1,2,4 --rounds 2 --batches 1",
     "decode": "--max_new_tokens 24",
 }
@@ -58,11 +58,7 @@ def commands(model, questions, place):
 
 def run(words):
     """Run a command here; returns its exit status."""
-    own = words[1].endswith("train.py")
-    name, given = words[1], words[2:]
-    given = [str(ROOT / word) if word.startswith("configs/") else word for word in given]
-    given += shlex.split(MORE.get(name, ""))
-    return train.main(given) if own else main([name, *given])
+    return main([*words[1:], *shlex.split(MORE.get(words[1], ""))])
 
 
 @pytest.mark.wide
@@ -74,7 +70,7 @@ def test_the_page_from_top_to_bottom(model, questions, tmp_path, capsys):
         said = capsys.readouterr()
         [named] = [x for x in said.err.splitlines() if x.startswith("next: ")]
         assert shlex.split(named)[1:] == following, words
-        if words[1].endswith("train.py"):
+        if words[1] == "train":
             assert "(convert --to): medusa_jax (native), vLLM (vllm), TGI" in said.err
             assert "hidden states, computed once" in said.err and "  objective " in said.err
     assert "identical" in said.err and "not identical" not in said.err
@@ -94,6 +90,7 @@ def test_sizes_follow_from_model_and_family(model, questions):
     for family in ("medusa", "hydrapp", "eagle", "dspark", "dflash", "eagle3"):
         given = f"model.path={model}", f"data.source={questions}", f"heads.drafter={family}"
         cfg = train.parse(own(*given))
+        assert train.parse(own(*given)[1:]) == cfg  # without --config
         assert type(cfg.heads) is drafter_class(family).Config
         assert cfg.data.seq_len == 128 and cfg.heads.draft_vocab == 0
         assert cfg.workdir.endswith("runs/own")

@@ -56,7 +56,7 @@ def test_a_signal_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, cap
 def test_without_arguments_it_says_what_to_give(capsys):
     assert cli.main([]) == 2
     said = capsys.readouterr().err
-    assert "--config=configs/own.py" in said and "see --help" in said
+    assert "set --config.model.path" in said and "see --help" in said
 
 
 def test_dry_run_prints_sizes_before_it_compiles(
