@@ -154,6 +154,6 @@ def _version(platform: str) -> str:
         except metadata.PackageNotFoundError:
             continue
     raise UserError(
-        f"the compiler for {platform} is not here: pip install 'medusa-jax[aot]', in an environment "
-        "of its own"
+        f"the compiler for {platform} is not here: pip install --target DIR '.[aot]' in the clone, then set "
+        "PYTHONPATH=DIR"
     )
