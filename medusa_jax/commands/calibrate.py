@@ -116,6 +116,7 @@ def run(flags: Flags) -> int:
             TreeFile.read(out)
         except UserError as error:
             raise UserError(f"--out {out} exists and is not a tree file") from error
+    ranks_file = file_to_write(f"{out}.ranks", "--out")
     plots = out_directory(flags.plots, "--plots") if flags.plots else None
     model = load_model(flags, needs_heads=True, tree="none")
     texts = []
@@ -128,7 +129,6 @@ def run(flags: Flags) -> int:
         f"two stages: the heads' guesses in {len(texts or prompts)} answers {origin}, then step latencies of "
         f"growing trees for each of {len(batches)} batch sizes"
     )
-    ranks_file = Path(f"{out}.ranks")
     fit = fit_tree(
         model,
         prompts,

@@ -10,6 +10,7 @@ import inspect
 import os
 import shlex
 import sys
+import tempfile
 import typing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -219,7 +220,7 @@ def file_to_write(path: str, flag: str) -> Path:
     """A result's file, checked before the work that leads to it.
 
     Raises:
-      UserError: it is a directory, or a file of a model.
+      UserError: it is a directory, or a file of a model, or its directory cannot be written to.
     """
     from medusa_jax.files.not_replaced import refuse_model  # here, not for --help
 
@@ -227,7 +228,8 @@ def file_to_write(path: str, flag: str) -> Path:
     if file.is_dir():
         raise UserError(f"{flag} {path} is a directory: name a file")
     refuse_model(path, flag)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        make_writable(file.parent, f"{flag} {path}")
     return file
 
 
@@ -235,14 +237,23 @@ def out_directory(path: str, flag: str) -> Path:
     """A directory for results, created.
 
     Raises:
-      UserError: it holds a model.
+      UserError: it holds a model, or cannot be written to.
     """
     from medusa_jax.files.not_replaced import refuse_model  # here, not for --help
 
     refuse_model(path, flag)
     out = Path(path)
-    out.mkdir(parents=True, exist_ok=True)
+    make_writable(out, f"{flag} {path}")
     return out
+
+
+def make_writable(directory: Path, shown: str) -> None:
+    """Make a directory for results, and refuse one in which no file can be made."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=directory).cleanup()
+    except OSError as error:
+        raise UserError(f"{shown} cannot be written: {error.strerror}") from error
 
 
 Hosted = TypeVar("Hosted", bound=HostFlags)

@@ -145,14 +145,14 @@ def plan_of(
       UserError: it was made for other flags or content, or engines of --to cannot load such heads.
     """
     from medusa_jax.distill.seeds import digest_of, read_seeds
-    from medusa_jax.mapped import content_of
+    from medusa_jax.mapped import sha256_of
 
     seeds = read_seeds(flags.questions, "train", flags.limit)
     file, given = out / "own.json", dataclasses.asdict(flags)
     del given["out"], given["to"]  # engines may change: their part is the last
     # Files are compared by content, so that they may move.
     given |= {"model": base.fingerprint(), "questions": digest_of(seeds)}
-    given["start"] = start and "".join(content_of(x)[:16] for x in sorted(start.files))
+    given["start"] = start and "".join(sha256_of(x)[:16] for x in sorted(start.files))
     plan: Json = {}
     if file.exists():
         plan = read_json(str(file))
