@@ -90,7 +90,9 @@ def run(flags: Flags) -> int:
     heads = find_heads(flags.model, flags.drafter)
     if heads is None:
         raise UserError("give --drafter the heads to convert")
-    name = flags.base_name or flags.model or directory
+    # Engines open a path from where they are started.
+    elsewhere = None if os.path.isdir(flags.model or "") else flags.model
+    name = flags.base_name or elsewhere or os.path.abspath(directory)
     config = optional_json(os.path.join(directory, "config.json"))
     if flags.to != "native":
         name = public_name(name, config)

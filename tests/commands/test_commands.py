@@ -318,18 +318,24 @@ def test_converted_heads_say_how_they_are_served(to, drafter, method, tmp_path, 
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("a/demo@v1", "a/demo"), ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")],
+    [
+        ("a/demo@v1", "a/demo"),
+        ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        (".", ""),
+    ],
 )
 def test_files_for_others_have_the_models_public_name(model, name, tmp_path, monkeypatch):
     demo, out = find_model(None), tmp_path / "tgi"
     heads = find_heads(None, "medusa").directory
     monkeypatch.setattr("medusa_jax.api.find_model", lambda _: demo)
     monkeypatch.setattr(convert, "certify", lambda *_: None)
+    monkeypatch.chdir(demo)
     flags = [f"--model={model}", f"--drafter={heads}", "--to=tgi", f"--out={out}"]
     assert convert.main(flags) == 0
     config = json.loads((out / "config.json").read_text())
-    assert config["base_model_name_or_path"] == name
-    assert f"base_model: {name}\n" in (out / "README.md").read_text()
+    assert config["base_model_name_or_path"] == (name or demo)  # from any directory
+    card = (out / "README.md").read_text()
+    assert (f"base_model: {name}\n" in card) == bool(name) and demo not in card
 
 
 def test_a_converted_directory_is_complete_or_absent(tmp_path, monkeypatch, capfd):
