@@ -231,7 +231,7 @@ def figures(
       tokens: tokens per step on held-out texts.
     """
     latency = seconds[tree]
-    ratio = latency / seconds[Tree.none()]
+    ratio = max(1.0, latency / seconds[Tree.none()])
     return {
         "nodes": tree.n_nodes,
         "depth": tree.depth,
@@ -248,7 +248,7 @@ def figures_of(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json
     """Figures of each timed size, smallest first, without plain decoding.
 
     Other work on the machine comes in bursts and only adds time, so we take ratios within a round and use
-    only the faster half of the rounds.
+    only the faster half of the rounds. A step with a tree is never faster than a plain one.
 
     Returns: rows with the median ratio, the speed-up, and `spread`: the difference between the quartiles
       of the ratios, as a share of the median.
@@ -262,8 +262,9 @@ def figures_of(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json
             continue
         quiet = sorted(pairs, key=sum)[: (len(pairs) + 1) // 2]
         ratios = [seconds / base for seconds, base in quiet]
-        low, ratio, high = np.quantile(ratios, [0.25, 0.5, 0.75])
-        values = (tokens[size], ratio, tokens[size] / ratio, (high - low) / ratio)
+        low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+        ratio, spread = max(1.0, middle), (high - low) / middle
+        values = (tokens[size], ratio, tokens[size] / ratio, spread)
         names = ("tokens_per_step", "step_latency_ratio", "speedup", "spread")
         row = {"nodes": size} | dict(zip(names, (round(float(x), 4) for x in values)))
         rows.append(row)

@@ -190,13 +190,15 @@ def test_sizes_beyond_the_texts_stand_for_their_largest_tree(files, tmp_path, mo
 
     def time_sizes(model, order, tokens, prompt, rows, **how):
         asked.append((list(tokens), len(order.growth) + 1))
-        return [(n, 1.0, 1.0) for n in tokens]
+        return [(n, 1 / n, 1.0) for n in tokens]
 
     monkeypatch.setattr(tree_fit, "time_sizes", time_sizes)
     for sizes in ((), (2, 128), (128,)):
-        tree_fit.fit_tree(
+        fit = tree_fit.fit_tree(
             model, PROMPTS, Options(max_new_tokens=30), sizes, keep=tmp_path / "ranks"
         )
+        ladder = fit["evidence"]["ladder"]
+        assert {row["step_latency_ratio"] for row in ladder} == {1}  # none is faster
     (usual, largest), (two, _), (one, _) = asked
     assert 2 < largest < 128  # few texts
     assert two == [1, 2, largest] and one == [1, largest]
@@ -227,6 +229,9 @@ def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch, capsys):
     assert "4 of 6 sizes" in said and "-" not in said  # never more done than there are
     rows = tree_fit.figures_of(rounds, tokens)
     assert [row["nodes"] for row in rows] == [2, 3, 4, 5] and tree_fit.fastest(rows) == 3
+    # Where plain steps were timed while the machine was busy.
+    [row] = tree_fit.figures_of([(2, 1.1, 2.6)] * 3, tokens)
+    assert row["step_latency_ratio"] == 1 and row["speedup"] == 1.6
     for speedups, fastest in (({2: 2.0, 4: 2.03}, 2), ({2: 1.01}, 1), ({}, 1)):
         rows = [{"nodes": n, "speedup": speedup} for n, speedup in speedups.items()]
         assert tree_fit.fastest(rows) == fastest
