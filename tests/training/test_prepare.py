@@ -157,6 +157,9 @@ def test_bad_samples_are_skipped_and_named_by_their_line(vicuna, tmp_path, capsy
     source.write_bytes(b"\n\n{broken\n")
     with pytest.raises(UserError, match=r"none of the 1 .*broken JSON, first in line 3"):
         directory_of(text_config(vicuna, tmp_path, source))
+    tokens = {"seed": 0, "prompt_ids": [1], "token_ids": [5]}  # of distill --mode continue
+    with pytest.raises(UserError, match="`distill` wrote: name their directory, first in"):
+        directory_of(text_config(vicuna, tmp_path, write_lines(source, [tokens])))
     whole = tmp_path / "talk.json"
     whole.write_text(json.dumps([json.loads(good), {"text": 3}]))
     directory_of(text_config(vicuna, tmp_path, whole))

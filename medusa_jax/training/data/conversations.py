@@ -63,6 +63,8 @@ class RecordEncoder(TextEncoder):
             return encoded._replace(form=found.form, unread=found.unread)
         if isinstance(record, str) or "text" in fields:
             return self.text(fields.get("text", record))
+        if "token_ids" in fields:
+            return Encoded("tokens that `distill` wrote: name their directory")
         return Encoded(
             f"none of the fields {', '.join(TURNS)}, text, or a question and its answer"
         )
