@@ -211,7 +211,7 @@ def test_names_of_the_host(other):
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
 # Fields of a completion, and what the error says; a field with a colon is `param`.
 COMPLETIONS = [
-    ({"model": "gpt-4"}, "model"),
+    ({"model": "gpt-4"}, f"no model 'gpt-4' here: the model is {NAME!r}"),
     ({"n": 129}, "n:"),
     (
         {"prompt": ["a"] * 50, "n": 3},

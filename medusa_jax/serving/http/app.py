@@ -146,9 +146,8 @@ class Port:
         self._check_key(request)
         model_name, model = request.path_params.get("name"), self._server.model
         if model_name not in (None, self._name):
-            raise HttpError(
-                404, f"there is no model {model_name!r} here", code="model_not_found"
-            )
+            problem = f"there is no model {model_name!r} here: the model is {self._name!r}"
+            raise HttpError(404, problem, code="model_not_found")
         stored = stored_as(model)
         entry = {
             "id": self._name,

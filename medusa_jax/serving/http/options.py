@@ -63,9 +63,8 @@ def options_of(fields: BodyFields, name: str, model: Model, limit: int) -> Optio
     """Read the options of both endpoints; `limit` is the maximum number of new tokens."""
     asked = fields.text("model") or name  # llama.vim sends ""
     if asked != name:
-        raise HttpError(
-            404, f"there is no model {asked!r} here", "model", "model_not_found"
-        )
+        problem = f"there is no model {asked!r} here: the model is {name!r}"
+        raise HttpError(404, problem, "model", "model_not_found")
     options: Json = {
         name: fields.number(name, getattr(DEFAULTS, name), *bounds)
         for name, bounds in NUMBERS.items()
