@@ -77,6 +77,7 @@ def answer_file(job: DecodeJob, *, batch_size: int, show_drafts: bool) -> int:
     tokens = steps = 0
     write = partial(tqdm.write, file=sys.stdout)  # above the progress bar
     with ProgressBar("answers", n, "request", shown=hosts.first()) as bar:
+        bar.update(0, "compiling and decoding")
         for number, (ids, rows) in enumerate(equal_batches(n, batch_size)):
             results = job.generate(rows)
             compiling += results[0].compile_seconds
@@ -88,7 +89,7 @@ def answer_file(job: DecodeJob, *, batch_size: int, show_drafts: bool) -> int:
                     del facts["accepted_lengths"]
                 print_json(facts, write)
             sys.stdout.flush()
-            bar.update(len(ids))
+            bar.update(len(ids), "")
             if hosts.asked_to_stop(number):
                 raise Terminated
     spent = time.perf_counter() - began

@@ -13,7 +13,7 @@ from cases import wide
 from files import write_lines
 from tiny import TEMPLATE, set_template, write_coder
 
-from medusa_jax import Options, load
+from medusa_jax import Options, load, progress
 from medusa_jax.api.tree_choice import VARIABLE
 from medusa_jax.commands.decode import main
 from medusa_jax.commands.decode_report import describe, summary
@@ -120,7 +120,9 @@ def test_show_drafts_colours_accepted_drafts_only(decode):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("few", [1, *wide(3)])
-def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path, few):
+def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path, few, monkeypatch):
+    for name in ("LINES", "SHARE"):
+        monkeypatch.setattr(progress, name, -1.0)
     records = [
         {"prompt": "the cat"},
         {"prompt": "in", "max_new_tokens": 5},
@@ -139,6 +141,7 @@ def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path, few):
     assert [g["token_ids"] for g in got] == [g["token_ids"] for g in again]
     assert [got[i]["new_tokens"] for i in (0, 1, 3)] == [20, 5, 20]
     assert [g["seed"] for g in got] == [0, 0, 8, 0]
+    assert "answers: 0 of 4 requests, compiling and decoding, " in err
     assert "4 requests, 65 tokens in " in err and "accepted_lengths" not in got[0]
     alone = json.loads(decode("--prompt", "the cat", "--json", "--dtype", "float64")[1])
     assert got[0]["token_ids"] == alone["token_ids"] != got[2]["token_ids"]
