@@ -236,7 +236,11 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
         Fields(file, {name: _kind(local.values)}).expect({name: ("default",)})
         theta = raw.get("rope_local_base_freq") or family.window_theta
         fields["rope_window_theta"] = local.number("rope_theta", theta)
-        rope = by_kind.table(LAYER_KINDS[0]) | tables.table("rope_scaling")
+        scaling = tables.table("rope_scaling")
+        if "type" in scaling and "rope_type" not in scaling:
+            # transformers 4 reads this spelling, 5 ignores it.
+            tables.refuse("rope_scaling", "a table with rope_type")
+        rope = by_kind.table(LAYER_KINDS[0]) | scaling
     kind = "longrope" if (kind := _kind(rope)) in family.longrope else kind
     outer = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     values = {n: value for n, value in (outer | rope).items() if value is not None}

@@ -192,6 +192,8 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
         *(({"model_type": name, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
            "rope_parameters should be tables of full_attention and sliding_attention, not")
           for name in ("gemma3_text", "olmo3")),
+        *(({"model_type": name, "rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling should be a table with rope_type")
+          for name in ("gemma3_text", "olmo3")),
         *(({"model_type": name, "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {spelling: "linear"}}},
            "sliding_attention's rope_type 'linear' is not supported")
           for name in ("gemma3_text", "olmo3") for spelling in ("type", "rope_type")),
