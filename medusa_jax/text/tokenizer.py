@@ -8,9 +8,9 @@ from typing import Any
 from medusa_jax.errors import UserError, library_errors
 from medusa_jax.files.hub import TEMPLATES_FOLDER, TOKENIZER_FILES, resolve
 from medusa_jax.files.json_files import REFUSAL, optional_json
-from medusa_jax.text.fill_tokens import SPELLINGS
 from medusa_jax.text.fill_tokens import fill_texts as find_fill_texts
 from medusa_jax.text.growth import check_growth
+from medusa_jax.text.named_tokens import NamedTokens
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json, read_text
 
@@ -18,7 +18,7 @@ BROKEN = "\ufffd"
 # Files from which transformers builds a tokenizer without tokenizer.json.
 SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
 NO_DEFAULT = "{{ raise_exception('there are several by name and no default') }}"
-# Special tokens that chat templates read.
+# Special tokens that chat templates read as "" if there are none.
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Longer texts take the library's batch call, which releases the GIL: encoding them can take seconds or more.
 LONG = 4096
@@ -160,40 +160,31 @@ def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a model directory or hub id.
 
     `tokenizer.json` is read directly; `tokenizer.model` (sentencepiece) is read by transformers, which takes a
-    second longer. Special tokens come from tokenizer_config.json, special_tokens_map.json, config.json and
-    generation_config.json.
+    second longer. Other tokens come from the files of `named_tokens.py`, the ids of BOS and EOS also from config.json
+    and generation_config.json.
 
     Raises:
       UserError: no tokenizer, or an unreadable one.
     """
     directory = resolve(path, TOKENIZER_FILES)
-    settings = optional_json(os.path.join(directory, "special_tokens_map.json"))
-    settings |= optional_json(os.path.join(directory, "tokenizer_config.json"))
-    backend = _backend(directory)
-
-    def text_of(name: str) -> str | None:
-        value = settings.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(text, str | None):
-            raise UserError(f"{directory}: {name} should be text, not {str(value)[:80]!r}")
-        return text
+    tokens = NamedTokens(directory)
+    backend, settings = _backend(directory, tokens), tokens.settings
 
     def id_of(name: str) -> int | None:
-        token = text_of(name)
+        token = tokens.texts.get(name)
         return backend.token_to_id(token) if token else None
 
     model = optional_json(os.path.join(directory, "config.json"))
     Fields(directory, settings).expect({"fast_tokenizer_files": (["tokenizer.json"], [])})
-    bos_id = id_of("bos_token")
+    bos_ids = _ids(id_of("bos_token"), model.get("vocab_size"))
     if "bos_token" not in settings:
         # Only if the tokenizer does not specify it: Qwen's configs name a BOS that is never used.
         bos_ids = _ids(model.get("bos_token_id"), backend.get_vocab_size())
-        bos_id = min(bos_ids, default=None)
+    bos_id = min(bos_ids, default=None)
     eos_ids = _ids(id_of("eos_token")) | declared_eos_ids(directory)
-    special = {name: text for name in SPECIALS if (text := text_of(name)) is not None}
+    special = dict(tokens.texts)
     if bos_id is not None:
         special.setdefault("bos_token", backend.id_to_token(bos_id) or "")
-    fill = {name: text for name in SPELLINGS if (text := text_of(name)) is not None}
     return Tokenizer(
         backend,
         bos_id=bos_id,
@@ -201,7 +192,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         eos_ids=eos_ids,
         chat_templates=_chat_templates(directory, settings),
         special_texts=special,
-        fill_texts=fill,
+        fill_texts=tokens.texts,
         origin=str(model.get("_name_or_path", "")),
     )
 
@@ -267,14 +258,16 @@ def _ids(value: object, size: object = None) -> set[int]:
     return {i for i in ids if type(i) is int and 0 <= i < end}
 
 
-def _backend(directory: str) -> Any:
+def _backend(directory: str, tokens: NamedTokens) -> Any:
     file = os.path.join(directory, "tokenizer.json")
     if os.path.isfile(file):
         import tokenizers
 
         text = read_text(file)
         with library_errors(f"{file} cannot be read"):
-            return tokenizers.Tokenizer.from_str(text)
+            backend = tokenizers.Tokenizer.from_str(text)
+            tokens.add_to(backend)
+        return backend
     if not has_tokenizer(directory):
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"

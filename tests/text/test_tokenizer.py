@@ -14,6 +14,7 @@ from refusals import refused
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from medusa_jax.text.chat import encode_prompt
 from medusa_jax.text.growth import check_growth
 from medusa_jax.text.literal_text import literal_text
 from medusa_jax.text.token_bytes import TokenBytes
@@ -80,14 +81,74 @@ def test_special_tokens(tokenizers_by_kind):
 
 
 def test_bos_is_not_invented(byte_level_dir, tmp_path):
-    """Qwen's config.json names a BOS id, its tokenizer says it has none."""
+    """Qwen's config.json names a BOS id, its tokenizer says it has none. Or the model has no embedding for it."""
     shutil.copy(byte_level_dir / "tokenizer.json", tmp_path)
-    ids = {"bos_token_id": 7, "eos_token_id": 8}
+    ids = {"bos_token_id": 7, "eos_token_id": 8, "vocab_size": 400}
     (tmp_path / "config.json").write_text(json.dumps(ids))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": None}))
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.bos_id is None and tokenizer.eos_ids == {8}
-    assert tokenizer.encode("x", add_bos=True) == tokenizer.encode("x")
+    for name in (None, "<new>"):
+        settings = {"bos_token": name, "add_bos_token": True}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        tokenizer = load_tokenizer(str(tmp_path))
+        assert tokenizer.bos_id is None and tokenizer.eos_ids == {8}
+        assert tokenizer.encode("x", add_bos=True) == tokenizer.encode("x")
+
+
+END, TURNS = "<|turn|>", "{{ sep_token }}{{ image_token }}{{ messages[0].content }}"
+FLAGS = {"content": END, "special": False, "normalized": False, "__type": "AddedToken"}
+FLAGS |= {"lstrip": False, "rstrip": False, "single_word": False}
+PLAIN, SPECIAL, STRIPS = FLAGS, FLAGS | {"special": True}, FLAGS | {"lstrip": True}
+EXTRA, FURTHER, LISTED = (
+    "extra_special_tokens",
+    "additional_special_tokens",
+    "added_tokens_decoder",
+)
+# tokenizer_config.json, special_tokens_map.json, added_tokens.json, the token in tokenizer.json.
+NAMING = [
+    ({"eos_token": END, "cls_token": None}, {}, {}, PLAIN),
+    ({EXTRA: [STRIPS | {"special": True}], "image_token": "<x>"}, {}, {}, None),
+    ({EXTRA: {"image_token": END}, FURTHER: ["<x>", "<y>"], "sep_token": "<y>"}, {}, {}, None),
+    ({"eos_token": "<x>"}, {"eos_token": END, FURTHER: ["<y>"]}, {"<x>": 401, END: 400}, None),
+    ({LISTED: {"400": STRIPS}, "eos_token": END}, {"eos_token": "<x>"}, {"<y>": 401}, SPECIAL),
+    ({LISTED: {"400": SPECIAL}}, {}, {}, PLAIN),
+    ({"eos_token": "ant", "pad_token": "e"}, {}, {}, PLAIN),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "older", "added", "token"), NAMING)
+def test_tokens_that_only_other_files_name(
+    config, older, added, token, byte_level_dir, tmp_path
+):
+    """Ids, text, streams, ends and messages are as in transformers."""
+    transformers = pytest.importorskip("transformers")
+    data = json.loads((byte_level_dir / "tokenizer.json").read_text())
+    data["added_tokens"] += [{"id": 400} | token] if token else []
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TURNS}
+    names = ["tokenizer_config", "tokenizer", "special_tokens_map", "added_tokens"]
+    for name, value in zip(names, (config, data, older, added)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    ours = load_tokenizer(str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.special_texts == theirs.special_tokens_map
+    assert ours.eos_ids == {theirs.eos_token_id} - {None}
+    text = f"an assistant  {END}e<x><y> {END} b"
+    ids = theirs.encode(text, add_special_tokens=False)
+    shown = theirs.decode(ids, skip_special_tokens=True)
+    assert ours.encode(text) == ids and ours.decode(ids) == shown
+    assert "".join(stream(ours, ids, [1] * len(ids))) == shown
+    if config.get("eos_token") != "ant":  # theirs refuses a word
+        talk, how = [{"role": "user", "content": text}], {"sanitize_control_tokens": True}
+        expected = theirs.apply_chat_template(talk, **how)["input_ids"]
+        both = encode_prompt(ours, talk), expected
+        special, other = ([i for i in ids if i in ours.special_ids] for ids in both)
+        assert special == other and ours.decode(both[0]) == ours.decode(both[1])
+
+
+@pytest.mark.parametrize("name", ["bos_token", "prefix_token"])
+def test_names_of_tokens_that_are_no_text(name, byte_level_dir, tmp_path):
+    shutil.copy(byte_level_dir / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: "\ud800"}))
+    with refused("its files name tokens that cannot be read: .*surrogates not allowed"):
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("value", [-1, [2, -1], 10**6, [2, 2**40, True, 2.0, None]])

@@ -195,10 +195,14 @@ def _by_token(
 def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
     """`tokenizer_config.json`: special tokens, BOS, chat template."""
     tokens = token_texts(file)
+    kinds = file.items("tokenizer.ggml.token_type", int, [NORMAL] * len(tokens))
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name, key in SPECIAL_TOKENS.items():
         number = _token_id(file, key, len(tokens))
-        if number is not None:
+        # A name makes a token special, and texts are padded with a word in some files.
+        if number is not None and (
+            name == "eos_token" or kinds[number] in (UNKNOWN, CONTROL)
+        ):
             settings[name] = tokens[number]
     for name, fill_keys in FILL_TOKENS.items():
         numbers = (_token_id(file, key, len(tokens)) for key in fill_keys)

@@ -309,6 +309,9 @@ def test_what_a_model_says_in_addition_to_its_weights(tmp_path, tokenizer_json):
     assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
     assert tokenizer.special_texts["eos_token"] == "<|end_of_text|>"
     assert generation_config(path)["eos_token_id"] == [1, 2, 6]
+    said |= {"ggml.padding_token_id": 99}  # a word, which texts still show
+    padded = load_tokenizer(tiny(tmp_path / "c.gguf", tokenizer_json, vocabulary=said))
+    assert padded.decode([99])
     silent = load_tokenizer(tiny(tmp_path / "b.gguf", tokenizer_json))
     assert (silent.bos_id, silent.eos_ids, silent.chat_template) == (None, {1, 2, 6}, "")
 
