@@ -259,8 +259,8 @@ def render(
 
     Raises: as `render_template`.
     """
-    fields: Json = {"tools": None, "documents": None} | (more or {})
-    fields |= dict.fromkeys(SPECIALS, "") | special_texts
+    fields: Json = {"tools": None, "documents": None} | dict.fromkeys(SPECIALS, "")
+    fields |= special_texts | (more or {})
     fields |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
     return render_template(source, fields)
 

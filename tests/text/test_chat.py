@@ -407,6 +407,8 @@ def test_rendered_as_in_transformers(name):
             add_generation_prompt=prompt, **dict.fromkeys(SPECIALS, "") | special,
         )  # fmt: skip
         assert render(source, talk, special, prompt) == (text, spans[0])
+    # As in `apply_chat_template`, a variable of the caller's comes before a token of its name.
+    assert render("{{ a_token }}", talk, {"a_token": "a"}, more={"a_token": "b"})[0] == "b"
 
 
 @pytest.mark.parametrize(
