@@ -16,6 +16,7 @@ from medusa_jax.commands import own as own_heads
 from medusa_jax.commands import train
 from medusa_jax.commands.serve import main as serving
 from medusa_jax.config import Config, TrainConfig
+from medusa_jax.distill.seeds import read_seeds
 from medusa_jax.evaluate.own_costs import Costs
 from medusa_jax.heads.registry import drafter_class
 from medusa_jax.training import own_recipe
@@ -112,6 +113,7 @@ def test_a_small_text_gives_hundreds_of_updates_everywhere(tmp_path, monkeypatch
     costs = Costs(program=0.5, step=0.001, batch_step=1.0, token=0.002, learned=0.0005)
     monkeypatch.setattr("medusa_jax.evaluate.own_costs.measure", lambda *_: costs)
     asked = write_lines(tmp_path / "q.jsonl", ({"turns": [f"{n}"]} for n in range(200)))
+    seeds = read_seeds(str(asked), "train", 0)
     flags = own_heads.Flags(
         model=f"{tmp_path}/m", questions=f"{asked}", out=f"{tmp_path}/o"
     )
@@ -126,7 +128,7 @@ def test_a_small_text_gives_hundreds_of_updates_everywhere(tmp_path, monkeypatch
         cfg = train.parse(own(*given[:1], "data.source=a/dataset"))
         assert (cfg.train.batch_size, cfg.train.epochs) == (most, 2)
         assert cfg.train.accumulation == max(1, most // 8)
-        job, _ = own_heads.fitted(flags, own_heads.recipe(flags, tmp_path))
+        job, _ = own_heads.fitted(flags, seeds, own_heads.recipe(flags, tmp_path))
         assert 100 <= job.steps <= 400 and job.batch <= 4, backend
     for shards, tokens, batch in ((6, 1e9, 48), (8, 100, 8)):
         monkeypatch.setattr(own_recipe, "row_shards", lambda _, n=shards: n)
