@@ -7,8 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from medusa_jax import programs
 from medusa_jax.api import Model
 from medusa_jax.evaluate.step_clock import StepClock
+from medusa_jax.kept_programs import without_cache
 from medusa_jax.tree.tree import Tree
 
 # Fixed cost of each part, as a multiple of compiling one decoding loop. Answers pay it once per prompt length. Then how
@@ -69,22 +71,27 @@ class Workload(NamedTuple):
             "tree": TIMED_STEPS * costs.step,
             "comparison": COMPARED_STEPS * self.compared * costs.step,
         }
-        programs = PROGRAMS | {"answers": PROGRAMS["answers"] * self.sizes}
-        return {part: s + programs[part] * costs.program for part, s in work.items()}
+        times = PROGRAMS | {"answers": PROGRAMS["answers"] * self.sizes}
+        return {part: s + times[part] * costs.program for part, s in work.items()}
 
 
 def measure(model: Model, batch: int, n_heads: int, draft_vocab: int) -> Costs:
-    """Time plain steps, the compilation of their loop, and a product as large as training's."""
+    """Time plain steps, the compilation of their loop without caches, and a product as large as training's."""
     plain, config = model.engine(Tree.none()), model.config
     one, many = (
         StepClock([plain], model.variables, [1] * 64, batch=n, n_steps=8)
         for n in (1, batch)
     )
-    program = _seconds(lambda: one.seconds(plain), 1)
-    many.seconds(plain)
-    step, batch_step = (
-        min(clock.seconds(plain) for _ in range(3)) for clock in (one, many)
-    )
+    store, programs.store = programs.store, None
+    try:
+        with without_cache():
+            program = _seconds(lambda: one.seconds(plain), 1)
+        many.seconds(plain)
+        step, batch_step = (
+            min(clock.seconds(plain) for _ in range(3)) for clock in (one, many)
+        )
+    finally:
+        programs.store = store
     D, V = config.d_model, draft_vocab or config.vocab_size
     product, x, w = jax.jit(jnp.matmul), jnp.ones((512, D)), jnp.ones((D, V))
     weight = _seconds(lambda: product(x, w).block_until_ready(), 4) / (512 * D * V)

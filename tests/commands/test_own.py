@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import jax
 import pytest
 from children import output_of
 from files import write_lines
@@ -21,10 +22,11 @@ from tiny import (
     write_heads,
 )
 
-from medusa_jax import sft_draft
+from medusa_jax import load, programs, sft_draft
 from medusa_jax.commands import bench, calibrate, distill, own, serve, train, verify
 from medusa_jax.distill.seeds import read_seeds
-from medusa_jax.evaluate.own_costs import Costs, Workload
+from medusa_jax.evaluate.own_costs import Costs, Workload, measure
+from medusa_jax.evaluate.step_clock import StepClock
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.names import split_drafter
@@ -151,6 +153,21 @@ def test_the_work_is_fitted_to_the_minutes(given, tmp_path, monkeypatch, capsys)
     with refused("too short on this machine: at least"):
         less = dataclasses.replace(flags, minutes=1.0)
         own.fitted(less, seeds, own.recipe(flags, tmp_path))
+
+
+def test_kept_programs_do_not_shorten_the_estimate(given, monkeypatch):
+    """Compiling is timed without caches, which work again afterwards."""
+    model, found = load(given[0], "none"), []
+    monkeypatch.setattr(programs, "store", store := object())
+
+    def seconds(clock, engine):
+        found.append((programs.store, jax.config.jax_enable_compilation_cache))
+        return 1.0
+
+    monkeypatch.setattr(StepClock, "seconds", seconds)
+    measure(model, 4, 3, 0)
+    assert found[0] == (None, False) and found[-1] == (None, True)
+    assert programs.store is store
 
 
 def test_what_cannot_be_done_is_refused_before_the_work(
