@@ -119,8 +119,8 @@ class Model(LoadedModel):
         start = time.perf_counter()
         begun = jax.block_until_ready(generation.begin(engine, variables, request))
         prefilled = time.perf_counter()
-        progress = generation.finish(engine, variables, request, *begun)
-        progress = jax.block_until_ready(progress)
+        chunks = generation.stream(engine, variables, request, *begun, read_along=False)
+        *_, progress = chunks
         end = time.perf_counter()
         seconds = (prefilled - start, end - prefilled, compiling.seconds)
         return results_of(self.tokenizer, rows, request, progress, seconds)

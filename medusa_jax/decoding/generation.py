@@ -1,8 +1,7 @@
 """The drivers of the decode step: prefill, then loops of steps until every row has ended.
 
-`finish` runs `decode_step` in `lax.while_loop` on the device; `stream`, and `finish` with a
-gated engine, run the same loop in chunks of steps; `stream` yields the progress. The host never waits
-inside a loop: it dispatches the next loop before it reads the previous one's results.
+`stream` runs `decode_step` in `lax.while_loop` on the device, in chunks of steps, and yields the progress. The host
+dispatches the next chunk before it reads the previous one's results.
 """
 
 import time
@@ -34,7 +33,7 @@ from medusa_jax.sharding import Params, pin_state, placed
 # A stream's chunks grow between these numbers of steps while they take less than these seconds: the host takes a core
 # from the steps when it sends a chunk and shows its text.
 CHUNK_STEPS, PACE = (8, 32), 0.1
-# Steps of chunks that nobody reads: they end only for sizes to be chosen and timed.
+# Steps of chunks that nobody reads: they end for the cache to grow, and for sizes to be chosen and timed.
 UNREAD_STEPS = (64, FOREVER)
 tracing = ThreadPoolExecutor(1)
 
@@ -90,28 +89,6 @@ def fields_of(request: DecodeRequest) -> dict[str, Any]:
     """Fields of the state that a request sets."""
     host_1 = np.array([request.host.number], np.int32) if request.host else None
     return {"gate": request.gate, "host_1": host_1}
-
-
-def finish(
-    engine: Engine,
-    variables: Params,
-    request: DecodeRequest,
-    state: DecodeState,
-    cache_sizes: list[int],
-) -> Progress:
-    """Decode to its end a request that `begin` has prefilled. Consumes the state.
-
-    One loop per cache size, all dispatched without waiting, or chunks if the engine is gated.
-    """
-    if engine.gated:  # its steps are timed
-        begun = state, cache_sizes
-        *_, progress = stream(engine, variables, request, *begun, read_along=False)
-        return progress
-    for slots in cache_sizes:
-        if slots > cache_sizes[0]:
-            state = grow(engine.depth_only, slots, state)
-        state, progress = decode_loop(engine, variables, state, np.int32(FOREVER))
-    return progress
 
 
 def stream(
@@ -215,7 +192,7 @@ def prepare_steps(
 def warm_up(
     engine: Engine, variables: Params, request: DecodeRequest
 ) -> Callable[[], None]:
-    """Compile what `finish` or `stream` will run for this request.
+    """Compile what `stream` will run for this request.
 
     Where programs are not kept for later starts, it reads the prompts once and takes no decode step.
 

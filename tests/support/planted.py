@@ -118,21 +118,19 @@ def decode_traced(engine: Engine, variables, state, tree: TracedTree) -> Progres
     return progress_of(jax.lax.while_loop(running, step, state))
 
 
-def streamed(engine, variables, request, steps=None):
+def streamed(engine, variables, request, steps=None, **how):
     """Stream a request, with or without guides; `steps` sets the length of all chunks."""
     parts = engine, variables, request, *generation.begin(engine, variables, request)
     with pytest.MonkeyPatch.context() as patch:
         if steps:
             patch.setattr(generation, "CHUNK_STEPS", (steps, steps))
-        yield from (constrained if request.guides else generation).stream(*parts)
+        yield from (constrained if request.guides else generation).stream(*parts, **how)
 
 
 def decoded(engine, variables, request) -> Progress:
     """The progress at the end of a request, with guides or without."""
-    if request.guides is None:
-        begun = generation.begin(engine, variables, request)
-        return generation.finish(engine, variables, request, *begun)
-    *_, progress = streamed(engine, variables, request)
+    how = {} if request.guides else {"read_along": False}
+    *_, progress = streamed(engine, variables, request, **how)
     return progress
 
 
