@@ -33,7 +33,7 @@ RANK, RATE, WARM_UP = 8, 1e-3, 10
 LORA = LoraConfig(RANK)
 # Steps after each answer. A step learns from this many windows of answers, and from as many of rehearsal; it first reads
 # this many further texts to rehearse.
-STEPS, WINDOWS, REHEARSED = 2, 4, 2
+STEPS, WINDOWS, REHEARSED = 3, 4, 2
 # Weight, in the loss, of the estimated loss on all rehearsed texts (`moments.py`).
 REMEMBERED = 3.0
 # Largest decay of the adapter's running mean, which forgets less than the newest adapter.
