@@ -9,7 +9,7 @@ from medusa_jax.notation import entries
 
 EXAMPLES = """examples:
   medusa decode --prompt "import os" --show_drafts --compare                one text of the demo
-  medusa decode --model smollm2 --prompt "What is the capital of France?"   a chat model answers
+  medusa decode --model smollm2 --prompt "What is the capital of France?"   ask a chat model
   medusa decode --model smollm2 --chat                                      a conversation
   medusa decode --model path/to/model.gguf --raw --prompt "Once upon"       continue raw text
   medusa decode --model coder.gguf --prefix_file before.py --suffix_file after.py      fill in the middle

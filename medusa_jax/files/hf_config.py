@@ -56,7 +56,7 @@ def read_config(path: str) -> LlamaConfig:
     if not os.path.exists(file) and os.path.exists(os.path.join(path, "heads.json")):
         raise UserError(f"{path} holds draft heads, not a model: give it to --drafter")
     if "workdir" in (raw := read_json(file)) and "model_type" not in raw:
-        raise UserError(f"{path} is a training's directory: what it trained is in export/")
+        raise UserError(f"{path} is a training's work directory: use its export/")
     return parse_config(file, raw)
 
 

@@ -14,8 +14,8 @@ from medusa_jax.whole_files import Json
 FILES = ("generation_config.json", "config.json")
 # Fields of sampled text, which a conversation follows.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-# Fields that are not applied here, by the value that changes no text; null and empty values change none either. Lengths
-# are the caller's, and any other field changes no text. Those of GGUF files are as in `gguf/convert.py`.
+# Fields that would change a text and are not applied here, with the value that changes nothing; null and empty values
+# change nothing, too. Lengths are left out: the caller sets them. `gguf/convert.py` names the fields of GGUF files.
 NEUTRAL: dict[Any, str] = {
     None: "bad_words_ids begin_suppress_tokens constraints dola_layers exponential_decay_length_penalty "
     "force_words_ids forced_bos_token_id forced_eos_token_id max_time sequence_bias stop_strings "

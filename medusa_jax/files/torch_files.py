@@ -159,7 +159,7 @@ def open_torch(path: str) -> Tensors:
         if not zipfile.is_zipfile(path):
             with open(path, "rb") as file:
                 if file.read(1) not in (b"P", pickle.PROTO):  # of an archive, of a pickle
-                    raise UserError(f"{path} is no file of weights")
+                    raise UserError(f"{path} has no weights in it")
             raise UserError(
                 f"{path} is not in torch's zip format (is it from before torch 1.6, or cut short?); "
                 "convert it once where torch is installed: torch.save(torch.load(path, "

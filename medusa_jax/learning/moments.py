@@ -36,7 +36,7 @@ def no_moments(shapes: dict[str, tuple[int, int]]) -> Params:
 
 
 def joined(heads: Params, moments: Params) -> Params:
-    """The heads with an entry `moments` beside each kernel.
+    """The heads, with an entry `moments` next to each kernel.
 
     Under `observe`, the loss's gradient by this entry is the moments of its text.
     """
@@ -45,7 +45,7 @@ def joined(heads: Params, moments: Params) -> Params:
 
 
 def at_products(entry: str, then: Callable[[Params, jax.Array, jax.Array], Any]) -> Any:
-    """Interceptor (`nn.intercept_methods`): products x -> y beside an entry become then(entry, x, y)."""
+    """Interceptor (`nn.intercept_methods`): a module with this entry returns then(entry, x, y) for its product y of x."""
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         y, module = call(*args, **kwargs), context.module

@@ -254,7 +254,7 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm`, attention reads x.
 
     The configuration may leave these norms out and norm the outputs of attention and MLP. Norms are named as in Hugging
-    Face files: `post_attention_layernorm` is the norm before the MLP; with `post_norm` it is that of attention's output.
+    Face files: `post_attention_layernorm` norms the MLP's input or, with `post_norm`, the output of attention.
     `only_B` as in `Attention`.
     """
 

@@ -42,7 +42,7 @@ class Reading:
 
     Attributes:
       row: the state.
-      prompt: the prompt, of which [0, position) is in the cache; empty for a parked row.
+      prompt: its first `position` tokens are in the cache; empty for a parked row.
       group: the request's group; its rule draws the first token.
     """
 

@@ -244,7 +244,7 @@ def test_unreadable_directories(tmp_path, model_dir):
     (tmp_path / "heads.json").write_text("{}")
     fails(tmp_path, "holds draft heads, not a model: give it to --drafter")
     (tmp_path / "config.json").write_text('{"workdir": "run"}')
-    fails(tmp_path, "is a training's directory: what it trained is in export/")
+    fails(tmp_path, "is a training's work directory: use its export/")
     (tmp_path / "config.json").unlink()
     (tmp_path / "adapter_config.json").write_text("{}")
     fails(tmp_path, "is an adapter .* save the model that PEFT merges it into")

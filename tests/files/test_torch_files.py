@@ -282,7 +282,7 @@ def test_archives_that_are_none_of_torchs(tmp_path):
     fails(path, "cut short")
     for data in (b'{"choices": [[0]]}', b""):
         path.write_bytes(data)
-        fails(path, "x is no file of weights$")
+        fails(path, "x has no weights in it$")
 
 
 def test_parts_are_read_without_the_rest_of_their_storage(tmp_path):

@@ -31,14 +31,14 @@ class Note(Protocol):
 class StepCosts:
     """Seconds of a step with B rows and M nodes.
 
-    More rows or nodes never take less time, and at most in proportion. A size that was not measured is taken in the
-    middle of these bounds.
+    A step with more rows or nodes takes at least as long, and at most longer in proportion. These are the bounds of a
+    size that was not measured; its estimate is their middle.
 
     Args:
       note: of earlier processes' times, which are scaled to this one's pace.
 
     Attributes:
-      elapsed: seconds of all chunks; a clock adds those of chunks whose steps had several sizes.
+      elapsed: seconds of all chunks. `add` counts those of one size, `ChunkClock` the others.
     """
 
     def __init__(self, note: Note | None = None) -> None:

@@ -1,7 +1,7 @@
 """Kernels of heads as int8, for files of half the size of bfloat16.
 
 A kernel [in, out] is stored under two keys: `<name>/codes` int8 [in, out] and `<name>/scales` float32 [1, out],
-kernel = codes / 127 x scales. Drafts may differ slightly from those of the trained heads; the verified text does not.
+and is codes / 127 x scales. Drafts may differ slightly from those of the trained heads; the text does not.
 """
 
 from functools import partial

@@ -42,7 +42,7 @@ class Call:
       calls: form of tool calls in the answer and names of the tools; None if it can only be text.
       echo: the text of each request's prompt, if the answer repeats it; else empty.
       empty: whether only the prompt is to be read.
-      own: what only the replies of its endpoint read.
+      own: fields that only the replies of this endpoint read.
     """
 
     requests: list[Request]
