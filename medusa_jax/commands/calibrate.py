@@ -153,7 +153,7 @@ def run(flags: Flags) -> int:
     if plots:
         draw(fit, plots)
     print(verdict(fit))
-    if line := flags.drafter and outlook(Path(flags.drafter).parent):
+    if line := stored and outlook(Path(stored.directory).parent):
         print(line)
     inform(f"wrote {out}: {fit['nodes']} nodes for {fit['device']}")
     is_chat = any("messages" in record for record in records)

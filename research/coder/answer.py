@@ -25,6 +25,7 @@ import numpy as np
 from medusa_jax.commands.flags import CommandLine, at_least, flag
 from medusa_jax.console import inform
 from medusa_jax.distill.files import coverage, write_token_directory
+from medusa_jax.errors import UserError
 from medusa_jax.files.hf import model_shape
 from medusa_jax.files.hub import resolve
 from medusa_jax.heads.vocabulary import COUNTS
@@ -158,6 +159,8 @@ def collect(flags: Flags, out: Path) -> None:
         line for path in sorted(out.glob("answers_*.jsonl")) for line in read_lines(path)
     ]
     lines = [line for line in lines if line["token_ids"]]
+    if not lines:
+        raise UserError(f"there are no answers in {out}")
     barred = held_out_windows([path for path in flags.held_out_files.split(",") if path])
     if barred:
         tokenizer = load_tokenizer(flags.model)

@@ -30,6 +30,7 @@ from medusa_jax.files.layouts import convert as conversion
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.notation import byte_size
 from medusa_jax.text.chat import encode_prompt
+from medusa_jax.training import run_log
 from medusa_jax.tree.tree import Order, Tree
 
 
@@ -38,9 +39,10 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     directory, prompts = files
     for name in ("LINES", "SHARE"):  # every text is told
         monkeypatch.setattr(progress, name, 0.0)
-    out = tmp_path / "tree.json"
+    monkeypatch.setattr(run_log, "outlook", lambda workdir: f"outlook of {workdir}")
+    out, heads = tmp_path / "tree.json", f"medusa_jax.heads.medusa:Medusa:{directory}/heads"
     flags = [
-        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--model={directory}", f"--drafter={heads}", f"--prompts={prompts}",
         f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4,", "--rounds=2",
         "--batches=1,2", f"--plots={tmp_path}/plots", "--weights=bfloat16", "--allow_other_base",
     ]  # fmt: skip
@@ -62,7 +64,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     assert np.shape(evidence["head_accuracies"])[0] == 3
     assert (found["temperature"], found["batch"], found["platform"]) == (0, 1, "cpu")
     printed, said = capsys.readouterr()
-    assert "2 at a time" in printed
+    assert "2 at a time" in printed and f"outlook of {directory}\n" in printed
     assert "the heads' guesses in 4 answers that are written now, " in said
     assert "tokens/step: on texts that the tree was not fitted to" in printed
     assert "first guesses that are right, head by head: " in printed
@@ -70,7 +72,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     assert "trees for batch 1: " in said and "trees for batch 2: " in said
     assert not out.with_name("tree.json.ranks").exists()
     [named] = [line for line in said.splitlines() if line.startswith("next: ")]
-    assert f"--weights bfloat16 --allow_other_base --drafter {directory}/heads" in named
+    assert f"--weights bfloat16 --allow_other_base --drafter {heads}" in named
     assert f"--tree {out} --prompt" in named  # the file is not next to the heads
     pictures = {p.name for p in (tmp_path / "plots").iterdir()}
     assert pictures == {"tree.png", "curves.png"}

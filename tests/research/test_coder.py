@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from medusa_jax.errors import UserError
 from research.coder import answer
 from research.coder.compose import held_out_windows, windows
 from research.coder.functions import functions
@@ -82,3 +83,8 @@ def test_answers_travel_without_their_prompts(tmp_path: Path):
     paths = [tmp_path / "there_0", tmp_path / "there_1"]
     answer.unpack(tmp_path / "packed.jsonl.xz", [prompts[:32], prompts[32:]], paths)
     assert answer.read_lines(paths[0]) == lines[:32] and not paths[1].exists()
+
+
+def test_there_must_be_answers_to_collect(tmp_path: Path):
+    with pytest.raises(UserError, match="no answers in"):
+        answer.collect(answer.Flags(model="", out="", held_out_files=""), tmp_path)
