@@ -115,7 +115,7 @@ def shapes_of(plan: RunPlan) -> Shapes:
 def hidden_shape(kind: str, T: int, stage: Stage) -> jax.ShapeDtypeStruct:
     """The hidden states of a row, as `data.cache_features` stores them."""
     states = jax.ShapeDtypeStruct((1, T, stage.width), jnp.float32)
-    D = stage.grouped.llama.config.d_model
+    D = stage.llama.config.d_model
     codes = jax.eval_shape(partial(encode, kind, D=D), states)
     return jax.ShapeDtypeStruct(codes.shape[1:], codes.dtype)
 

@@ -28,7 +28,7 @@ class Evaluator:
     ):
         self.stage, self.mesh, self.rows = stage, mesh, rows
         self.size, self.total = size, total
-        drafter, grouped = stage.drafter, stage.grouped
+        drafter = stage.drafter
 
         @jax.jit
         def sums(params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:
@@ -39,7 +39,7 @@ class Evaluator:
         def ranks(params: PyTree, frozen: PyTree, batch: PyTree) -> jax.Array:
             """Rank of each head's label [B, T, K]."""
             assert drafter is not None
-            backbone = grouped.drafting(frozen | grouped.with_adapters(params))
+            backbone = stage.drafting(frozen | stage.with_adapters(params))
             hidden_BTE = objectives.hidden_states(backbone, batch)
             return estimate.head_ranks(
                 params["heads"], drafter, backbone, hidden_BTE, batch, chunk

@@ -64,7 +64,6 @@ class HeadFunctions:
         self._stage = make_stage(train, arch, groups, drafter, lora, 1)
         self.heads, self.arch, self.taps = drafter.heads, arch, drafter.taps
         self._levels = loss_view(drafter, train.levels)
-        self._grouped = self._stage.grouped
 
     def init(self, key: jax.Array, frozen: Params) -> Params:
         """Fresh float32 parameters, as docs/formats.md lists them, in nested dictionaries."""
@@ -104,14 +103,14 @@ class HeadFunctions:
         counted_BT = jnp.ones(tokens_BT.shape, bool)
         batch = self._batch(tokens_BT, counted_BT, segment_ids_BT, positions_BT)
         text = (batch[name] for name in ("tokens", "positions", "segment_ids"))
-        rows = TextRows(hidden_BTE.astype(self._grouped.llama.dtype), *text)
-        return self._levels.features(params, self._grouped.drafting(frozen), rows)
+        rows = TextRows(hidden_BTE.astype(self._stage.llama.dtype), *text)
+        return self._levels.features(params, self._stage.drafting(frozen), rows)
 
     def logits(
         self, params: Params, frozen: Params, k: int, features: jax.Array
     ) -> jax.Array:
         """Logits [..., O] of token t + k + 2 from head k's features [..., D] at t; k is 0-based."""
-        backbone = self._grouped.drafting(frozen)
+        backbone = self._stage.drafting(frozen)
         return self._levels.head_logits(params, backbone, k, features)
 
     def save(self, directory: str, params: Params, frozen: Params, model: str) -> None:

@@ -36,7 +36,7 @@ class Stage:
     Variables are dicts of groups ("backbone", "lora", "heads"), as in `partition.TABLE`.
 
     Attributes:
-      grouped: makes the backbone from the groups of variables.
+      llama: the backbone without its variables.
       trains_backbone: whether L_LM is a term of the loss.
       lambda_0: step -> weight of the heads' loss, if it is one of two terms.
       drafter: the heads; None without heads.
@@ -44,7 +44,8 @@ class Stage:
     """
 
     train: TrainConfig
-    grouped: "GroupedBackbone"
+    llama: Llama
+    lora: LoraConfig
     trains_backbone: bool
     lambda_0: Callable[[jax.Array], jax.Array]
     drafter: Drafter | None
@@ -64,12 +65,40 @@ class Stage:
     @property
     def width(self) -> int:
         """E, the width of the hidden states that the loss reads, tapped streams included."""
-        llama = self.grouped.llama
-        return llama.config.d_model * (1 + len(llama.taps))
+        return self.llama.config.d_model * (1 + len(self.llama.taps))
+
+    def backbone(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
+        """The backbone with its adapters, if any."""
+        adapter = groups.get("lora")
+        if adapter is not None and dropout_key is not None and self.lora.dropout:
+            adapter = adapters.with_dropout(adapter, dropout_key)
+        return Backbone(self.llama, groups["backbone"], adapter)
+
+    def drafting(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
+        """The backbone for heads: with a draft vocabulary its LM head scores only those tokens."""
+        backbone = self.backbone(groups, dropout_key)
+        if vocabulary.GROUP not in groups:
+            return backbone
+        if "lm_head" in groups[vocabulary.GROUP]:
+            return vocabulary.for_drafting(backbone, groups)
+        return vocabulary.narrowed(backbone, groups[vocabulary.GROUP]["ids"])
+
+    def with_adapters(self, params: PyTree) -> PyTree:
+        """Scale the adapters once, instead of in every chunk of the loss."""
+        if "lora" not in params:
+            return params
+        return params | {"lora": adapters.scale(params["lora"], self.lora)}
+
+    def original(self, frozen: PyTree) -> Backbone | None:
+        """The teacher, if any: the backbone before training, without adapters and dropout."""
+        if self.train.backbone_loss != "kl":
+            return None
+        teacher = frozen["teacher" if "teacher" in frozen else "backbone"]
+        return Backbone(self.llama.clone(taps=()), teacher)
 
     def init(self, key: jax.Array, groups: PyTree) -> PyTree:
         """Initial values of the trained groups that are not given: "backbone", "lora", "heads"."""
-        out, arch, rank = {}, self.grouped.llama.config, self.grouped.lora.rank
+        out, arch, rank = {}, self.llama.config, self.lora.rank
         if "backbone" not in groups:
             out["backbone"] = init_params(arch, key)
         backbone = (groups | out)["backbone"]
@@ -96,27 +125,27 @@ class Stage:
         adapter_key = head_key = inputs.dropout_key
         if self.view is not None and self.trains_backbone and adapter_key is not None:
             adapter_key, head_key = jax.random.split(adapter_key)
-        groups = frozen | self.grouped.with_adapters(params)
-        backbone = self.grouped.backbone(groups, adapter_key)
+        groups = frozen | self.with_adapters(params)
+        backbone = self.backbone(groups, adapter_key)
         if not self.trains_backbone:
             assert self.view is not None
             hidden_BTE = objectives.hidden_states(backbone, inputs.batch)
             return objectives.heads_loss(
-                self.view, params["heads"], self.grouped.drafting(groups, adapter_key),
+                self.view, params["heads"], self.drafting(groups, adapter_key),
                 lax.stop_gradient(hidden_BTE), self.train, inputs, params.keys(),
             )  # fmt: skip
 
         hidden_BTE = backbone.forward(*text_of(inputs.batch))
-        hidden_BTD = hidden_BTE[..., : self.grouped.llama.config.d_model]
+        hidden_BTD = hidden_BTE[..., : self.llama.config.d_model]
         lm_loss, lm_sums = objectives.next_token_loss(
             backbone, hidden_BTD, inputs, self.train.loss_chunk, params.keys(),
-            self.grouped.original(frozen),
+            self.original(frozen),
         )  # fmt: skip
         if self.view is None:
             return lm_loss, lm_sums
         head_inputs = inputs._replace(dropout_key=head_key, counts_K=inputs.counts_K[1:])
         loss, head_sums = objectives.heads_loss(
-            self.view, params["heads"], self.grouped.drafting(groups, adapter_key),
+            self.view, params["heads"], self.drafting(groups, adapter_key),
             hidden_BTE, self.train, head_inputs, params.keys(),
         )  # fmt: skip
         sums = jax.tree.map(lambda s, t: jnp.concatenate([s, t]), lm_sums, head_sums)
@@ -168,13 +197,12 @@ def make_stage(
         kernels=choose_kernels(mesh),
         taps=drafter.taps if drafter else (),
     )
-    grouped = GroupedBackbone(llama, lora, train.backbone_loss == "kl")
     lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
     view = None
     if drafter is not None:
         check_terms(train, drafter)
         view = loss_view(drafter, train.levels)
-    return Stage(train, grouped, trains_backbone, lambda_0, drafter, view)
+    return Stage(train, llama, lora, trains_backbone, lambda_0, drafter, view)
 
 
 def check_terms(train: TrainConfig, drafter: Drafter) -> None:
@@ -185,45 +213,3 @@ def check_terms(train: TrainConfig, drafter: Drafter) -> None:
         raise UserError(f"train.anchors is for dflash and dspark, not {drafter.name}")
     if bool(train.confidence_weight) != has_confidence(drafter):
         raise UserError("train.confidence_weight and heads.confidence need each other")
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedBackbone:
-    """Builds the backbone in training from its groups of variables.
-
-    Attributes:
-      distil: the backbone before training is a teacher (`train.backbone_loss="kl"`).
-    """
-
-    llama: Llama
-    lora: LoraConfig
-    distil: bool = False
-
-    def backbone(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
-        """The backbone with its adapters, if any."""
-        adapter = groups.get("lora")
-        if adapter is not None and dropout_key is not None and self.lora.dropout:
-            adapter = adapters.with_dropout(adapter, dropout_key)
-        return Backbone(self.llama, groups["backbone"], adapter)
-
-    def drafting(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
-        """The backbone for heads: with a draft vocabulary its LM head scores only those tokens."""
-        backbone = self.backbone(groups, dropout_key)
-        if vocabulary.GROUP not in groups:
-            return backbone
-        if "lm_head" in groups[vocabulary.GROUP]:
-            return vocabulary.for_drafting(backbone, groups)
-        return vocabulary.narrowed(backbone, groups[vocabulary.GROUP]["ids"])
-
-    def with_adapters(self, params: PyTree) -> PyTree:
-        """Scale the adapters once, instead of in every chunk of the loss."""
-        if "lora" not in params:
-            return params
-        return params | {"lora": adapters.scale(params["lora"], self.lora)}
-
-    def original(self, frozen: PyTree) -> Backbone | None:
-        """The teacher: the backbone before training, without adapters and dropout."""
-        if not self.distil:
-            return None
-        teacher = frozen["teacher" if "teacher" in frozen else "backbone"]
-        return Backbone(self.llama.clone(taps=()), teacher)

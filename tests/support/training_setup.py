@@ -99,8 +99,8 @@ def stage_of(cfg: Config, steps: int = 16, mesh: Any = None) -> Stage:
 
 def hidden_of(cfg: Config) -> Callable[[PyTree, PyTree], jax.Array]:
     """(frozen, batch) -> the hidden states that heads read."""
-    grouped = stage_of(cfg).grouped
-    return jax.jit(lambda frozen, x: hidden_states(grouped.backbone(frozen), x))
+    stage = stage_of(cfg)
+    return jax.jit(lambda frozen, x: hidden_states(stage.backbone(frozen), x))
 
 
 def groups_of(cfg: Config) -> tuple[str, ...]:

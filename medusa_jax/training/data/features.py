@@ -151,7 +151,7 @@ class Cache:
         home = self.data.features_path or os.path.join(self.workdir, "features")
         directory = os.path.join(home, digest[:12])
         kind = self.data.cache_features
-        D = self.stage.grouped.llama.config.d_model
+        D = self.stage.llama.config.d_model
         width = stored_width(kind, D, self.stage.width)
         cached = CachedRows(text, count, directory, width, kind)
         if not cached.missing:
@@ -173,7 +173,7 @@ class Cache:
         content = hashlib.sha256()
         for array in (text.tokens, text.starts):
             content.update(np.ascontiguousarray(array).data)
-        data, taps = self.data, self.stage.grouped.llama.taps
+        data, taps = self.data, self.stage.llama.taps
         key = [content.hexdigest(), data.seq_len, data.packing, data.cache_features]
         part = [text.part, data.held_out] if text.part else []
         return [*key, *self.made_by, *([taps] if taps else []), *part]
@@ -216,11 +216,11 @@ class Cache:
     @functools.cached_property
     def encoded(self) -> Callable[[PyTree, PyTree], jax.Array]:
         """(frozen, batch) -> hidden states as they are stored."""
-        kind, grouped = self.data.cache_features, self.stage.grouped
+        kind, stage = self.data.cache_features, self.stage
 
         def run(frozen: PyTree, batch: PyTree) -> jax.Array:
-            hidden_BTE = objectives.hidden_states(grouped.backbone(frozen), batch)
-            return encode(kind, hidden_BTE, grouped.llama.config.d_model)
+            hidden_BTE = objectives.hidden_states(stage.backbone(frozen), batch)
+            return encode(kind, hidden_BTE, stage.llama.config.d_model)
 
         return jax.jit(run)
 
