@@ -23,7 +23,6 @@ from medusa_jax.training.losses.lm_heads import HeadArrays, HeadReads
 from medusa_jax.training.losses.objectives import heads_loss
 from medusa_jax.training.losses.packing import LossColumns, RowSplit
 from medusa_jax.training.losses.streamed import LossPlan, streamed_loss
-from medusa_jax.training.losses.terms import TermWeights
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
 
@@ -110,7 +109,7 @@ def test_streamed_sums_and_gradients_equal_the_plain_ones(mask, chunk):
         head = arrays.add(logits, HeadReads({"used": params["used"]}, {}))
         columns = LossColumns((features,), labels, (jnp.asarray(mask),), None)
         one = jnp.ones((1,))
-        plan = LossPlan([head], None, TermWeights(), arrays.specs, RowSplit(None), chunk)
+        plan = LossPlan([head], None, {"label": 1.0}, arrays.specs, RowSplit(None), chunk)
         loss, sums = streamed_loss(plan, arrays.arrays, one, columns)
         return 0.3 * loss, sums
 

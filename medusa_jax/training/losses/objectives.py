@@ -33,7 +33,7 @@ from medusa_jax.training.losses.packing import LossColumns, RowSplit
 from medusa_jax.training.losses.pairs import Batch, StepInputs, Sums, pair_mask, text_of
 from medusa_jax.training.losses.streamed import LossPlan, streamed_loss
 from medusa_jax.training.losses.targets import HeadTargets, head_targets
-from medusa_jax.training.losses.terms import TermWeights, masked_sum
+from medusa_jax.training.losses.terms import OF_TEACHER, TERMS, masked_sum
 
 
 def next_token_loss(
@@ -55,14 +55,14 @@ def next_token_loss(
     Returns: L_LM, and the sums (leading axis of size 1).
     """
     batch, mesh = inputs.batch, mesh_to_split(backbone)
-    arrays, weights = HeadArrays(groups), TermWeights()
+    arrays, weights = HeadArrays(groups), {"label": 1.0}
     logits = partial(backbone_logits, backbone.llama)
     head = arrays.add(logits, HeadReads.of_backbone(backbone))
     teacher: Head | None = None
     teacher_BTD: jax.Array | None = None
     if original is not None:
         teacher = teacher_of(original, arrays)
-        weights = TermWeights(label=0.0, teacher=1.0)
+        weights = {"teacher": 1.0}
         computed = lax.stop_gradient(hidden_BTD)
         params = regather(original.params, computed, original.llama.mesh)
         forward = dataclasses.replace(original, params=params).forward(*text_of(batch))
@@ -144,12 +144,9 @@ def heads_loss(
     targets = head_targets(drafter, params, backbone, text, hidden_BTE, batch)
     lambda_K = [train.lambda_decay ** (k + 1) for k in range(drafter.n_heads)]
     count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTE.dtype))
-    weights = TermWeights(
-        label=train.label_weight,
-        teacher=train.teacher_weight,
-        distance=train.distance_weight,
-        confidence=train.confidence_weight,
-    )
+    all_weights = {name: getattr(train, f"{name}_weight") for name in TERMS}
+    weights = {name: weight for name, weight in all_weights.items() if weight}
+    reads_teacher = not OF_TEACHER.isdisjoint(weights)
     mesh = mesh_to_split(backbone)
     if drafter.heads.lm_head != "shared":
         mesh = backbone.llama.mesh
@@ -169,10 +166,10 @@ def heads_loss(
             logits = partial(head_logits, backbone.llama, drafter, k, train)
             reads = HeadReads.of_head(drafter, params, backbone, k)
             heads.append(arrays.add(logits, reads))
-        teacher = teacher_of(backbone, arrays) if weights.read_teacher else None
+        teacher = teacher_of(backbone, arrays) if reads_teacher else None
         split = RowSplit.of(mesh, len(group.labels_BT))
         plan = LossPlan(heads, teacher, weights, arrays.specs, split, train.loss_chunk)
-        columns = group.columns(mesh, weights.read_teacher)
+        columns = group.columns(mesh, reads_teacher)
         group_loss, sums = streamed_loss(plan, arrays.arrays, weight_K, columns)
         loss += group_loss
         sums_K.append(sums)

@@ -20,13 +20,7 @@ from medusa_jax.model.product import at_least_f32
 from medusa_jax.training.losses.lm_heads import Head
 from medusa_jax.training.losses.packing import LossColumns, RowSplit, pack, take_columns
 from medusa_jax.training.losses.pairs import Sums
-from medusa_jax.training.losses.terms import (
-    TERMS,
-    Guesses,
-    TeacherProbs,
-    TermWeights,
-    masked_sum,
-)
+from medusa_jax.training.losses.terms import TERMS, Guesses, TeacherProbs, masked_sum
 
 
 class LossPlan(NamedTuple):
@@ -35,7 +29,7 @@ class LossPlan(NamedTuple):
     Attributes:
       heads: the heads, which predict the same labels.
       teacher: the teacher's LM head, if a term reads its distribution.
-      weights: of the terms.
+      weights: of the terms, by name; those that are 0 are left out.
       specs: mesh axes of the arrays that need a gradient, by place (`HeadArrays`).
       split: how rows are split over a mesh.
       chunk: target positions at a time.
@@ -43,7 +37,7 @@ class LossPlan(NamedTuple):
 
     heads: list[Head]
     teacher: Head | None
-    weights: TermWeights
+    weights: dict[str, float]
     specs: dict[int, Spec]
     split: RowSplit
     chunk: int
@@ -186,9 +180,8 @@ def chunk_loss(
     guesses = Guesses(logits_BTV, labels_BT, confidence_BT, teacher)
     nll = masked_sum(guesses.nll_BT, mask_BT)
     loss, entropy = jnp.zeros_like(nll), jnp.zeros_like(nll)
-    for name, term_weight in plan.weights._asdict().items():
-        if term_weight:
-            loss += term_weight * masked_sum(TERMS[name](guesses), mask_BT)
+    for name, term_weight in plan.weights.items():
+        loss += term_weight * masked_sum(TERMS[name](guesses), mask_BT)
     if teacher is not None:
         entropy = masked_sum(teacher.entropy_BT, mask_BT)
     sums = Sums(

@@ -1,6 +1,6 @@
 """The terms of a loss that read logits, for one head and a chunk of targets.
 
-A new term is a function of `Guesses`, an entry of `TERMS` and a field of `TermWeights`.
+A new term is a function of `Guesses`, an entry of `TERMS`, and its weight a field of `TrainConfig`.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-
-
-class TermWeights(NamedTuple):
-    """Weights of the terms; each has an entry in `TERMS`."""
-
-    label: float = 1.0
-    teacher: float = 0.0
-    distance: float = 0.0
-    confidence: float = 0.0
-
-    @property
-    def read_teacher(self) -> bool:
-        """Whether a term needs the teacher's distribution."""
-        return bool(self.teacher or self.distance or self.confidence)
 
 
 class TeacherProbs(NamedTuple):
@@ -120,6 +106,8 @@ TERMS: dict[str, Callable[[Guesses], jax.Array]] = {
     "distance": distance_term,
     "confidence": confidence_term,
 }
+# The terms that need the teacher's distribution.
+OF_TEACHER = TERMS.keys() - {"label"}
 
 
 def masked_sum(x_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
