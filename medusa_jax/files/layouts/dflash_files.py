@@ -176,7 +176,6 @@ class DFlashFiles(Layout):
             "architectures": [name],
             "block_size": drafter.n_slots,
             "num_target_layers": config.n_layers,
-            "torch_dtype": export.kind.name,
             dflash_config.TABLE: table,
         }  # fmt: skip
         export.write(out, "model.safetensors", arrays, raw)
@@ -208,7 +207,6 @@ class SpeculatorsDFlash(DFlashFiles):
             "mask_token_id": heads.mask_token % vocab_size,
             "sample_from_anchor": heads.root_guesses,
             "sliding_window_non_causal": heads.causal == "none",
-            "torch_dtype": export.kind.name,
             dflash_config.INPUTS: list(drafter.taps),
         }
         raw = speculators_config.write(

@@ -254,6 +254,5 @@ def _config(export: Export, drafter: Eagle3) -> tuple[Json, Json]:
     layers = replace(drafter.shape, n_layers=heads.n_layers, tie_embeddings=False)
     return config_to_hf(layers), {
         "draft_vocab_size": heads.draft_vocab or vocab_size,
-        "torch_dtype": export.kind.name,
         **{flag: True for flag in _FLAGS if getattr(heads, flag)},
     }

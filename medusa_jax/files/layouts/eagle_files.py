@@ -78,7 +78,7 @@ class EagleFiles(Layout):
     def write(self, export: Export, out: str) -> None:
         """Write them with a copy of the backbone's embedding."""
         arrays, config = _arrays_and_config(export)
-        config |= {"bias": "fc.bias" in arrays, "torch_dtype": export.kind.name}
+        config["bias"] = "fc.bias" in arrays
         export.write(out, "pytorch_model.bin", arrays, config)
 
 
@@ -94,11 +94,10 @@ class EagleForSGLang(EagleFiles):
         return reason or without_factor("sglang", llama)
 
     def write(self, export: Export, out: str) -> None:
-        """Write them with SGLang's `architectures`, and the attention's biases as `bias`."""
+        """Write them with SGLang's `architectures`, and zeros for a bias after fc that they lack."""
         arrays, config = _arrays_and_config(export)
         arrays.setdefault("fc.bias", np.zeros(arrays["fc.weight"].shape[0], export.kind))
         config["architectures"] = [f"{name}Eagle" for name in config["architectures"]]
-        config["torch_dtype"] = export.kind.name
         export.write(out, "model.safetensors", arrays, config)
 
 
@@ -120,10 +119,8 @@ class EagleForVLLM(EagleFiles):
         return reason
 
     def write(self, export: Export, out: str) -> None:
-        """Write them with the attention's biases as `bias`."""
-        arrays, config = _arrays_and_config(export)
-        config["torch_dtype"] = export.kind.name
-        export.write(out, "model.safetensors", arrays, config)
+        """Write them without `bias`, the field of a bias after fc."""
+        export.write(out, "model.safetensors", *_arrays_and_config(export))
 
 
 def ignore(key: str) -> bool:

@@ -112,7 +112,7 @@ class Export:
         return self.base.array("embed_tokens/embedding").astype(self.kind) * multiplier
 
     def write(self, out: str, name: str, arrays: Arrays, config: Json) -> None:
-        """Write a file of weights (safetensors or torch's, by its suffix) and its config.json."""
+        """Write a file of weights (safetensors or torch's, by its suffix) and its config.json, with their type."""
         path = os.path.join(out, name)
         n_bytes = sum(x.nbytes for x in arrays.values())
         inform(f"writing {name}: {byte_size(n_bytes)} in {self.kind.name}")
@@ -122,7 +122,9 @@ class Export:
             from medusa_jax.files.torch_writer import save_torch  # only for such files
 
             save_torch(path, arrays)
-        write_json(os.path.join(out, "config.json"), config)
+        write_json(
+            os.path.join(out, "config.json"), config | {"torch_dtype": self.kind.name}
+        )
 
 
 def widest(arrays: Arrays) -> np.dtype:

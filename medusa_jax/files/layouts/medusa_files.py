@@ -116,7 +116,6 @@ class MedusaFiles(Layout):
             "truncated_vocab_size": llama.vocab_size,
             "medusa_fc_bias": True,
             "head_dim": llama.head_dim,
-            "torch_dtype": export.kind.name,
         }
         arrays = authors_form(heads.n_heads, heads.n_layers).arrays(export)
         export.write(out, "medusa_lm_head.safetensors", arrays, config)
@@ -182,7 +181,6 @@ class MedusaForVLLM(Layout):
             # Without it vLLM drops the biases silently.
             "medusa_fc_bias": True,
             "original_lm_head": shared,
-            "torch_dtype": export.kind.name,
         }
         export.write(out, "model.safetensors", arrays, config)
 

@@ -63,7 +63,7 @@ def write(
 
     Args:
       layers: config.json of a model of these layers.
-      fields: the fields of this kind of heads, the tapped layers among them, and the type of the tensors.
+      fields: the fields of this kind of heads, the tapped layers among them.
       tokens: how many tokens engines draft at a time by default.
       verifier: `name_or_path` (speculators reads the embedding there) and `architectures` of the backbone.
     """
