@@ -39,7 +39,8 @@ from medusa_jax.files.layouts.tapped_files import (
     vocabulary_arrays,
 )
 from medusa_jax.files.tensor import Tensors
-from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
+from medusa_jax.heads.eagle3 import Eagle3Config
+from medusa_jax.heads.tapped import TappedDrafter
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
@@ -164,7 +165,9 @@ class Eagle3Files(Layout):
 
     def write(self, export: Export, out: str) -> None:
         """Write in the form of SpecForge."""
-        layers, fields = _config(export, _drafter(export))
+        layers, fields = _config(
+            export, drafter_of(export.stored.heads, export.base.config)
+        )
         config = layers | fields | {"architectures": [self.architecture]}
         export.write(out, "model.safetensors", self.arrays(export), config)
 
@@ -185,7 +188,7 @@ class SpeculatorsEagle3(Eagle3Files):
 
     def write(self, export: Export, out: str) -> None:
         """Write them with the backbone's embedding."""
-        drafter = _drafter(export)
+        drafter = drafter_of(export.stored.heads, export.base.config)
         layers, fields = _config(export, drafter)
         flags = dict.fromkeys(sorted(SPECULATORS_FIELDS - {"embed_requires_grad"}), False)
         if (n_taps := len(drafter.taps)) != 3:  # vLLM does not count `TAPS`
@@ -237,18 +240,12 @@ def _depth(file: str, ids: Any) -> dict[str, int]:
     )
 
 
-def _drafter(export: Export) -> Eagle3:
-    heads = export.stored.heads
-    assert isinstance(heads, Eagle3Config)
-    return Eagle3(heads, export.base.config.llama_layers())
-
-
 def _arrays(export: Export, stem: str) -> Arrays:
     added = vocabulary_arrays(export) | shared_lm_head(export)
     return export.arrays(partial(_locate, stem=stem)) | added
 
 
-def _config(export: Export, drafter: Eagle3) -> tuple[Json, Json]:
+def _config(export: Export, drafter: TappedDrafter) -> tuple[Json, Json]:
     """config.json of the layers, and the fields that EAGLE-3 adds."""
     heads, vocab_size = drafter.heads, export.base.config.vocab_size
     layers = replace(drafter.shape, n_layers=heads.n_layers, tie_embeddings=False)
