@@ -7,39 +7,29 @@ Every linear layer has an adapter, including the LM head, even if tied. `x W` an
 separate products in training: with W + AB, autodiff would build a full-size dW.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import LoraConfig
+from medusa_jax.model.convert import abstract_params
+from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import Params
 
 
 def adapted_layers(config: LlamaConfig) -> dict[str, tuple[int, int]]:
-    """Module path -> (in, out) of every layer that gets an adapter.
+    """Module path -> (in, out) of every layer that gets an adapter: all with a kernel, and the LM head, even if tied.
 
     From the configuration, since the parameters may be quantised.
     """
-    c = config
-    sizes: dict[str, tuple[int, int]] = {}
-    query, key_value = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    for i in range(c.n_layers):
-        sizes |= {
-            f"layers_{i}/self_attn/q_proj": (c.d_model, query),
-            f"layers_{i}/self_attn/k_proj": (c.d_model, key_value),
-            f"layers_{i}/self_attn/v_proj": (c.d_model, key_value),
-            f"layers_{i}/self_attn/o_proj": (query, c.d_model),
-            f"layers_{i}/mlp/gate_proj": (c.d_model, c.d_ff),
-            f"layers_{i}/mlp/up_proj": (c.d_model, c.d_ff),
-            f"layers_{i}/mlp/down_proj": (c.d_ff, c.d_model),
-        }
-        if not c.gated_mlp:
-            del sizes[f"layers_{i}/mlp/gate_proj"]
-    return sizes | {"lm_head": (c.d_model, c.vocab_size)}
+    shapes = flatten_dict(abstract_params(decoding_config(config)), sep="/")
+    return {
+        path.removesuffix("/kernel"): leaf.shape
+        for path, leaf in shapes.items()
+        if path.endswith("/kernel")
+    }
 
 
 def init_lora(config: LlamaConfig, key: jax.Array, rank: int) -> Params:
@@ -94,8 +84,7 @@ def merge(
     if config.tie_embeddings:
         lm_head = {"kernel": params["embed_tokens"]["embedding"].T}
         params = params | {"lm_head": lm_head}
-        config = dataclasses.replace(config, tie_embeddings=False)
-    return config, merged(params, lora, cfg)
+    return decoding_config(config), merged(params, lora, cfg)
 
 
 def merged(params: Params, lora: Params, cfg: LoraConfig) -> Params:
