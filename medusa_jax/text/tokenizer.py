@@ -40,8 +40,8 @@ class Tokenizer:
       vocab_size: number of ids, added tokens included. A model may have more embeddings.
       chat_template: the Jinja source from the model directory, or ""; of several by name the default.
       named_templates: the others by name, such as "tool_use".
-      special_texts: {"bos_token": "<s>", ...} for chat templates.
-      fill_texts: tokens for filling in the middle, by their names in `fill_tokens.py`.
+      special_texts: {"bos_token": "<s>", ...}: the tokens that the files name.
+      fill_texts: of them, or known by their spelling: tokens for filling in the middle (`fill_tokens.py`).
       special_ids: ids that `decode` skips by default.
       origin: the model's name in its metadata, or "".
       byte_ids: ids of the byte tokens <0x00> ... <0xFF> of a byte-fallback vocabulary.
@@ -56,7 +56,6 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         chat_templates: dict[str, str] | None = None,
         special_texts: dict[str, str] | None = None,
-        fill_texts: dict[str, str] | None = None,
         origin: str = "",
     ) -> None:
         check_growth(backend)
@@ -67,13 +66,13 @@ class Tokenizer:
         if adds_bos is None:
             adds_bos = encode_text(backend, "a", special=True).ids[:1] == [bos_id]
         self.adds_bos = adds_bos and bos_id is not None
-        self.fill_texts = find_fill_texts(backend, fill_texts or {})
+        self.special_texts, self.origin = special_texts or {}, origin
+        self.fill_texts = find_fill_texts(backend, self.special_texts)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < self.vocab_size)
         templates = dict(chat_templates or {})
         self.chat_template = templates.pop("default", NO_DEFAULT if templates else "")
         self.named_templates = templates
-        self.special_texts, self.origin = special_texts or {}, origin
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         bytes_ = [backend.token_to_id(f"<0x{b:02X}>") for b in range(256)]
@@ -192,7 +191,6 @@ def load_tokenizer(path: str) -> Tokenizer:
         eos_ids=eos_ids,
         chat_templates=_chat_templates(directory, settings),
         special_texts=special,
-        fill_texts=tokens.texts,
         origin=str(model.get("_name_or_path", "")),
     )
 
