@@ -4,8 +4,7 @@ import os
 
 import jax
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.config import LoraConfig, ModelConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.layouts import native_heads
@@ -16,13 +15,13 @@ from medusa_jax.model.quantise import dequantise_backbone
 from medusa_jax.sharding import PyTree
 from medusa_jax.text.tokenizer_files import copy_tokenizer
 from medusa_jax.training.models import Setup
+from medusa_jax.training.plan import RunPlan
 from medusa_jax.whole_files import Json, write_json
 
 
 def export(
-    directory: str, model: ModelConfig, heads: HeadsConfig, lora: LoraConfig, setup: Setup,
-    params: PyTree, recipe: Json,
-) -> None:  # fmt: skip
+    directory: str, plan: RunPlan, setup: Setup, params: PyTree, recipe: Json
+) -> None:
     """Write the result of a run to `directory`.
 
     A trained backbone becomes a Hugging Face directory, with its heads in `heads/` inside it;
@@ -31,13 +30,13 @@ def export(
     """
     write, ids = first(), {}
     heads_directory, base = directory, setup.base
-    trained = trained_backbone(model, lora, setup, params)
+    trained = trained_backbone(plan, setup, params)
     if trained is not None:
         arch, backbone = trained
         base = native_heads.base_record(arch, fingerprint(arch, backbone))
         dtype = jax.tree.leaves(backbone)[0].dtype
         if write:
-            ids = copy_tokenizer(model.tokenizer, model.path, directory)
+            ids = copy_tokenizer(plan.model.tokenizer, plan.model.path, directory)
         save_backbone(directory, arch, backbone, dtype, ids, write)
         if write:
             write_json(os.path.join(directory, "recipe.json"), recipe)
@@ -47,12 +46,12 @@ def export(
         draft_ids = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
         heads_params = params["heads"] | draft_ids
         native_heads.save_heads(
-            heads_directory, heads, heads_params, base=base, recipe=recipe, write=write
+            heads_directory, plan.heads, heads_params, base=base, recipe=recipe, write=write
         )
 
 
 def trained_backbone(
-    model: ModelConfig, lora: LoraConfig, setup: Setup, params: PyTree
+    plan: RunPlan, setup: Setup, params: PyTree
 ) -> tuple[LlamaConfig, PyTree] | None:
     """The trained backbone for export; None if the run did not change it.
 
@@ -60,9 +59,9 @@ def trained_backbone(
     the type of the frozen backbone.
     """
     if "backbone" in params:
-        return model.arch, params["backbone"]
+        return plan.arch, params["backbone"]
     if "lora" not in params:
         return None
     original = dequantise_backbone(setup.frozen["backbone"])
-    arch, merged = merge(model.arch, original, params["lora"], lora)
-    return arch, jax.tree.map(lambda x: x.astype(model.param_dtype), merged)
+    arch, merged = merge(plan.arch, original, params["lora"], plan.lora)
+    return arch, jax.tree.map(lambda x: x.astype(plan.model.param_dtype), merged)

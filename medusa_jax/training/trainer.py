@@ -222,5 +222,5 @@ class Run:
             recipe["start"] = setup.heads_recipe
         recipe |= self.figures
         with replacing(directory) if hosts.first() else nullcontext(directory) as new:
-            export(new, plan.model, plan.heads, plan.lora, setup, self.state.params, recipe)
+            export(new, plan, setup, self.state.params, recipe)
         return directory
