@@ -36,16 +36,17 @@ def _packed(blocks: PyTree, others: Params, activations: int) -> PyTree:
 def pack(blocks: Blocks, activations: int) -> Panels:
     """Pack a kernel in its own blocks, or in float32 if blocks of its type have no panels.
 
-    Raises: `Blocks.damaged`.
+    Raises:
+      UserError: a scale is not finite.
     """
     kind, inputs = blocks.kind, blocks.inputs
+    words = None
     if packs(kind, inputs):
         rows = blocks.rows()
         words = pack_blocks(kind, rows, inputs)
-        if words is None:
-            raise blocks.damaged
+    if words is not None:
         stored = jax.device_put(words)
-    else:
+    else:  # `unpacked` refuses scales that are not finite
         kind, rows = "float32", blocks.unpacked(slice(None))
         stored = in_panels(jnp.asarray(rows.T), loaded().panel)
     return Panels(stored, None, kind, inputs, len(rows), activations)

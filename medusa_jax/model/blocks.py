@@ -17,8 +17,7 @@ class Blocks:
       kind: type of the blocks, such as "Q4_1".
       inputs: weights of a row.
       rows: reads all rows: [rows, bytes], uint8.
-      unpacked: reads some rows, given a slice or an array of row numbers, in float32.
-      damaged: the error to raise if a scale is not finite.
+      unpacked: reads some rows, given a slice or an array of row numbers, in float32; refuses values that are not finite.
       exact: whether the blocks alone are the values; else they are multiplied by a factor.
     """
 
@@ -26,7 +25,6 @@ class Blocks:
     inputs: int
     rows: Callable[[], np.ndarray]
     unpacked: Callable[[Any], np.ndarray]
-    damaged: Exception
     exact: bool = True
 
     def take(self, rows: np.ndarray) -> "Blocks":

@@ -296,6 +296,5 @@ def _open_tensor(
             return unpacked(index[0])[:, index[1]]
         return tensor.unpacked()[index] * (1 if factor is None else factor)
 
-    kind, inputs, damaged = tensor.kind.name, tensor.shape[-1], tensor.damaged()
-    blocks = Blocks(kind, inputs, tensor.read, unpacked, damaged, exact)
+    blocks = Blocks(tensor.kind.name, tensor.shape[-1], tensor.read, unpacked, exact)
     return Tensor(tensor.file, tensor.shape, "float32", read, blocks, tensor.name)

@@ -75,17 +75,13 @@ class BlockTensor:
         """`unpacked` of some rows of a matrix, a slice or an array of their numbers."""
         return self._unpack(self.read()[rows]).reshape(-1, self.shape[-1])
 
-    def damaged(self) -> UserError:
-        """The error for values that are not finite, which no model has."""
-        return UserError(
-            f"{self.file} is damaged: tensor {self.name!r} contains NaN or infinity"
-        )
-
     def _unpack(self, blocks: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):  # a damaged scale overflows
             values = _package().dequantize(blocks, self.kind)
         if not np.isfinite(values).all():
-            raise self.damaged()
+            raise UserError(
+                f"{self.file} is damaged: tensor {self.name!r} contains NaN or infinity"
+            )
         return values.astype(np.float32, copy=False)
 
 
