@@ -21,7 +21,7 @@ from medusa_jax.files.source import flatten
 from medusa_jax.files.stored_forms import from_llama
 from medusa_jax.files.tensor import Tensor, read_whole
 from medusa_jax.files.tensors import save_safetensors
-from medusa_jax.hosts import on_host
+from medusa_jax.hosts import first, on_host
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json, write_json
 
@@ -116,13 +116,11 @@ def save_backbone(
     params: Params,
     dtype: DTypeLike = "bfloat16",
     extra: Json | None = None,
-    write: bool = True,
 ) -> None:
     """Write `config.json` and weights that transformers (and we) can load, see `save_weights`.
 
     Args:
       extra: further fields for config.json, such as `bos_token_id` and `eos_token_id`.
-      write: False on processes that only take part in gathering the arrays.
 
     Raises:
       UserError: no transformers class has this combination of features; or the disk is full.
@@ -139,8 +137,8 @@ def save_backbone(
         return read_whole(tensors[name]).astype(np.dtype(dtype))
 
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    save_weights(directory, shapes, read, dtype, write)
-    if write:
+    save_weights(directory, shapes, read, dtype)
+    if first():
         write_json(os.path.join(directory, "config.json"), raw | (extra or {}))
 
 
@@ -157,18 +155,16 @@ def save_weights(
     shapes: dict[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     dtype: DTypeLike,
-    write: bool = True,
 ) -> None:
     """Write a model's tensors in the form of Hugging Face loaders.
 
     Replaces old weights atomically: shards get new names, and the index, or the single file, is written last. The
-    host holds one shard at a time.
+    host holds one shard at a time. Every process of a run must call this, since arrays are gathered; process 0 writes.
 
     Args:
       shapes: key -> shape of the tensor.
       read: key -> the array to store.
       dtype: the stored type.
-      write: False on processes that only take part in reading; the order is the same on all.
 
     Raises:
       UserError: the disk is full or the directory is not writable.
@@ -190,13 +186,13 @@ def save_weights(
         files = {WEIGHTS: list(shapes)}
     for name, keys in files.items():
         path = os.path.join(directory, name)
-        if not write:
+        if not first():
             for key in keys:
                 read(key)
             continue
         arrays = {key: read(key) for key in keys}
         save_safetensors(path, arrays, {"format": "pt"})
-    if not write:
+    if not first():
         return
     index = os.path.join(directory, INDEX)
     if plan.is_sharded:

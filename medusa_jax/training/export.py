@@ -28,17 +28,17 @@ def export(
     adapters are merged into it. Heads of a frozen backbone are in the directory itself. Every
     process must call this; process 0 writes.
     """
-    write, ids = first(), {}
+    ids: Json = {}
     heads_directory, base = directory, setup.base
     trained = trained_backbone(plan, setup, params)
     if trained is not None:
         arch, backbone = trained
         base = native_heads.base_record(arch, fingerprint(arch, backbone))
         dtype = jax.tree.leaves(backbone)[0].dtype
-        if write:
+        if first():
             ids = copy_tokenizer(plan.model.tokenizer, plan.model.path, directory)
-        save_backbone(directory, arch, backbone, dtype, ids, write)
-        if write:
+        save_backbone(directory, arch, backbone, dtype, ids)
+        if first():
             write_json(os.path.join(directory, "recipe.json"), recipe)
         heads_directory = os.path.join(directory, "heads")
     if "heads" in params:
@@ -46,7 +46,7 @@ def export(
         draft_ids = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
         heads_params = params["heads"] | draft_ids
         native_heads.save_heads(
-            heads_directory, plan.heads, heads_params, base=base, recipe=recipe, write=write
+            heads_directory, plan.heads, heads_params, base=base, recipe=recipe
         )
 
 

@@ -95,9 +95,10 @@ def save_heads(
     base: Json,
     recipe: Json,
     dtype: DTypeLike | None = None,
-    write: bool = True,
 ) -> None:
     """Write heads, each of the two files atomically. What was measured of other heads in the directory goes.
+
+    Every process of a run must call this, since arrays are gathered; process 0 writes.
 
     Args:
       base: `base_record` of the backbone that the heads were trained on.
@@ -105,12 +106,11 @@ def save_heads(
       params: with the ids of a draft vocabulary, if any, under "draft_vocab".
       dtype: stored type; None keeps that of `params`; "int8" is for kernels, other arrays are bfloat16 then
         (`codes.py`).
-      write: False on processes that only take part in gathering the arrays.
 
     Raises:
       UserError: the directory cannot be written.
     """
-    from medusa_jax.hosts import on_host  # here: readers need no hosts
+    from medusa_jax.hosts import first, on_host  # here: readers need no hosts
 
     flat = flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
     arrays = {name: on_host(leaf) for name, leaf in flat.items()}
@@ -122,7 +122,7 @@ def save_heads(
         ids = on_host(params[vocabulary.GROUP]["ids"]).astype(np.int32)
         check_ids(ids, heads, base["vocab_size"], directory)
         arrays[IDS] = ids
-    if not write:
+    if not first():
         return
     description = {
         "format": FORMAT,
