@@ -63,7 +63,7 @@ def test_groups_have_their_own_rate_and_rule():
     rule = make_optimizer(cfg, TABLE["medusa1"], 10)
     updates, (_, state) = rule.update(alone, rule.init(alone), alone)
     np.testing.assert_allclose(updates["heads"]["w"], -0.1, rtol=1e-5)
-    assert list(state) == ["heads"]
+    assert list(state.inner_states) == ["heads"]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ parameters' size.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -221,8 +221,8 @@ def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransfo
         count = state.steps + 1
         bias1 = 1 - b1 ** count.astype(jnp.float32)
         bias2 = 1 - b2 ** count.astype(jnp.float32)
-        by_leaf = jax.tree.map(lambda *row: row, grads, *state[1:])
-        rows = jax.tree.leaves(by_leaf, is_leaf=lambda x: isinstance(x, tuple))
+        treedef: Any = jax.tree.structure(grads)
+        rows = [*zip(*map(treedef.flatten_up_to, (grads, *state[1:])))]
 
         def update_leaf(
             g: jax.Array,
@@ -243,7 +243,6 @@ def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransfo
             return step, m, v, m_scale, v_scale
 
         results = in_stacks(partial(in_pieces, update_leaf), rows)
-        treedef = jax.tree.structure(grads)
         steps, *moments = (
             jax.tree.unflatten(treedef, [row[i] for row in results]) for i in range(5)
         )

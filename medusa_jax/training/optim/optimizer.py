@@ -74,27 +74,7 @@ def make_optimizer(
         rules["heads"] = make_rule(name, cfg, lambda n: factor * schedule(n))
     clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
     # A state of one structure, so that a resumed run may change `clip_norm`.
-    return optax.chain(clip, by_group(rules))
-
-
-def by_group(
-    rules: dict[str, optax.GradientTransformation],
-) -> optax.GradientTransformation:
-    """An optimizer per top-level key; the state has the same keys."""
-
-    def init(params: PyTree) -> PyTree:
-        return {group: rule.init(params[group]) for group, rule in rules.items()}
-
-    def update(
-        grads: PyTree, state: PyTree, params: PyTree = None
-    ) -> tuple[PyTree, PyTree]:
-        out = {
-            group: rule.update(grads[group], state[group], params[group])
-            for group, rule in rules.items()
-        }
-        return {g: o[0] for g, o in out.items()}, {g: o[1] for g, o in out.items()}
-
-    return optax.GradientTransformation(init, update)
+    return optax.chain(clip, optax.partition(rules, {name: name for name in groups}))
 
 
 def make_rule(
