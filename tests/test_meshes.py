@@ -67,7 +67,7 @@ def run(cfg, shape):
 
     mesh = make_mesh(shape)
     cfg.train.dtype = "float64"
-    cfg = RunPlan(cfg, mesh, ARCH)
+    cfg = RunPlan(cfg, mesh)
     backbone = init_sharded(mesh, lambda k: init_params(ARCH, k), jax.random.key(0))
     backbone = placed(jax.tree.map(moved, backbone))
     trained = groups_of(cfg)

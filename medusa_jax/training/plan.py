@@ -33,16 +33,9 @@ class RunPlan:
       microbatch: rows of one microbatch over the whole mesh.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        mesh: Mesh | None = None,
-        arch: LlamaConfig | None = None,
-        dry: bool = False,
-    ):
+    def __init__(self, cfg: Config, mesh: Mesh | None = None, dry: bool = False):
         """Args:
           mesh: default: the devices of this machine.
-          arch: default: the shape of the model's files.
           dry: download nothing: a model that is not on this machine has the shape `model.arch`. The data may be
             missing.
 
@@ -54,7 +47,7 @@ class RunPlan:
         if not dry:
             sources.check_all_exist(cfg.data)
         self.mesh = mesh or make_mesh(cfg.mesh)
-        self.arch = arch or backbone_shape(cfg.model, dry)
+        self.arch = backbone_shape(cfg.model, dry)
         self.groups = trained_groups(cfg.train.stage, cfg.lora.rank)
 
         self.model = dataclasses.replace(cfg.model, arch=self.arch)
@@ -88,7 +81,7 @@ class RunPlan:
         return self.train.steps or max(epochs, 1)
 
 
-def backbone_shape(model: ModelConfig, dry: bool = False) -> LlamaConfig:
+def backbone_shape(model: ModelConfig, dry: bool) -> LlamaConfig:
     """The shape of `model.path` with its added layers, else `model.arch`."""
     arch = model.arch
     if not model.path:

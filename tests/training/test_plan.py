@@ -54,7 +54,7 @@ def test_a_dry_plan_downloads_nothing(monkeypatch):
 def test_a_mesh_needs_fewer_microbatches(devices, accumulation):
     cfg = tiny_config("", accumulation=4)
     mesh = AbstractMesh((1, devices, 1), AXES)
-    plan = RunPlan(cfg, mesh, cfg.model.arch, dry=True)
+    plan = RunPlan(cfg, mesh, dry=True)
     assert plan.train.accumulation == accumulation
     assert plan.microbatch == 8 // accumulation
 
