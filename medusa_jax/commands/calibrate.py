@@ -203,7 +203,7 @@ def draw(fit: Row, directory: Path) -> None:
     plots.draw_curves(
         [row["nodes"] for row in ladder],
         [row["tokens_per_step"] for row in ladder],
-        [row["step_latency_ratio"] for row in ladder],
+        [row["step_seconds"] for row in ladder],
         path=str(directory / "curves.png"),
     )
 
