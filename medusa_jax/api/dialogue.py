@@ -25,13 +25,12 @@ class Dialogue:
 
     Attributes:
       reused: tokens of the last prompt that the cache already had.
-      state: the row as the last request left it (for the decode loop, `generation.RowCache`).
     """
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.reused = 0
-        self.state: DecodeState | None = None
+        self._row: DecodeState | None = None
         self._prompt: Sequence[int] = ()
         self._row_key: tuple[Engine, rows.Sizes] | None = None
 
@@ -41,11 +40,13 @@ class Dialogue:
         """Stream like `Model.stream([prompt], options, **ways)`; the caller may stop early."""
         opts, engine, request = self.model.plan([prompt], options, **ways)
         variables = self.model.variables_by(engine.acceptance)
-        yield from stream_rows(
-            self.model.tokenizer, opts, engine, variables, request, row_cache=self
-        )
+        parts = self.model.tokenizer, opts, engine, variables, request
+        yield from stream_rows(*parts, begin=self._begin, keep=self._keep)
 
-    def begin(
+    def _keep(self, row: DecodeState) -> None:
+        self._row = row
+
+    def _begin(
         self, engine: Engine, variables: Params, request: DecodeRequest
     ) -> tuple[DecodeState, list[int]]:
         """Read a prompt from where it differs from the last text; returns the state and cache size."""
@@ -55,7 +56,7 @@ class Dialogue:
         length = n + int(prompts.options.limit_B[0]) + engine.free_slots
         slots = power_of_two(length, LEAST_SLOTS)
         prompt = np.array([*request.prompts[0]], np.int32)
-        row = self.state if self._row_key == (engine, sizes) else None
+        row = self._row if self._row_key == (engine, sizes) else None
         # Drafters pair a position with the token after it, so the last shared token is read again.
         at = self.reused = max(0, self._n_shared(row, prompt) - 1)
         if row:  # `begin_row` sets these anew, and an idle row, for `with_slots`, has none

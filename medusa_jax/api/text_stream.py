@@ -9,7 +9,7 @@ from medusa_jax.api.compiling import Compiling
 from medusa_jax.api.results import Options, Piece, Result, results_of
 from medusa_jax.decoding import generation
 from medusa_jax.decoding.request import DecodeRequest
-from medusa_jax.decoding.state import Engine, Progress
+from medusa_jax.decoding.state import DecodeState, Engine, Progress
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.sharding import Params
 from medusa_jax.text.tokenizer import StreamDecoder, Tokenizer
@@ -20,6 +20,8 @@ Chunk = tuple[list[Piece], list[Result] | None]
 OnTokens = Callable[[np.ndarray], None]
 # A row and its result.
 OnEnd = Callable[[int, Result], None]
+# Reads the prompts: `generation.begin`, or on a cache that has some of them.
+Begin = Callable[[Engine, Params, DecodeRequest], tuple[DecodeState, list[int]]]
 
 
 class StoppingText:
@@ -156,7 +158,8 @@ def stream_rows(
     compiling: Compiling | None = None,
     watch: OnTokens | None = None,
     ended: OnEnd | None = None,
-    row_cache: generation.RowCache | None = None,
+    begin: Begin = generation.begin,
+    keep: generation.Keep | None = None,
 ) -> Iterator[Chunk]:
     """Decode a batch with stop strings: a row that reaches one is cut there.
 
@@ -165,6 +168,7 @@ def stream_rows(
 
     Args:
       compiling: compiles what is not compiled yet. The first tokens are yielded before the steps' programs are ready.
+      keep: as for `generation.stream`.
     """
     compiling = compiling or Compiling()
     pairs = zip(rows, request.prompts)
@@ -186,7 +190,6 @@ def stream_rows(
         return batch
 
     reported: set[int] = set()
-    begin = row_cache.begin if row_cache else generation.begin
     begun = begin(engine, variables, request)
     if request.guides is None:
         if steps_pending:
@@ -195,11 +198,11 @@ def stream_rows(
             prefilled = time.perf_counter()
             yield pieces, None
             compiling.steps()
-        chunks = generation.stream(engine, variables, request, *begun, row_cache)
+        chunks = generation.stream(engine, variables, request, *begun, keep)
     else:
         from medusa_jax.decoding import constrained  # here: few requests have constraints
 
-        chunks = constrained.stream(engine, variables, request, *begun, row_cache)
+        chunks = constrained.stream(engine, variables, request, *begun, keep)
     progress = next(chunks)
     while True:
         pieces = texts.take(progress)

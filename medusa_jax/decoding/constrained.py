@@ -23,7 +23,7 @@ import numpy as np
 from medusa_jax.constraints.guide import Guide
 from medusa_jax.constraints.host_work import FillWorks, RowWork, fill_all
 from medusa_jax.decoding import generation
-from medusa_jax.decoding.generation import RowCache, begin, end_wanted, grow
+from medusa_jax.decoding.generation import Keep, begin, end_wanted, grow
 from medusa_jax.decoding.host_step import HostInputs, constrained_step, next_inputs
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
@@ -160,7 +160,7 @@ def stream(
     request: DecodeRequest,
     state: DecodeState,
     cache_sizes: list[int],
-    row_cache: RowCache | None = None,
+    keep: Keep | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode like `generation.stream`, for requests with guides.
 
@@ -169,12 +169,12 @@ def stream(
     """
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
     if not calls_host(engine):
-        yield from stream_steps(engine, variables, state, cache_sizes, guides, row_cache)
+        yield from stream_steps(engine, variables, state, cache_sizes, guides, keep)
         return
     with HostFunction(partial(answer, engine, guides)) as host:
         request = replace(request, host=host)
         begun = generation.with_request(engine, state, request), cache_sizes
-        yield from generation.stream(engine, variables, request, *begun, row_cache)
+        yield from generation.stream(engine, variables, request, *begun, keep)
 
 
 def calls_host(engine: Engine) -> bool:
@@ -204,7 +204,7 @@ def stream_steps(
     state: DecodeState,
     cache_sizes: list[int],
     guides: Mapping[int, Guide],
-    row_cache: RowCache | None = None,
+    keep: Keep | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode one step at a time. The caller reads a step's text while the device runs the next step."""
     ended_B = np.zeros(len(state.root_B), bool)
@@ -219,8 +219,8 @@ def stream_steps(
                 size += 1
                 state = grow(engine.depth_only, cache_sizes[size], state)
             state, inputs = step(engine, variables, state, guides, inputs)
-        if row_cache:
-            row_cache.state = state
+        if keep:
+            keep(state)
         stop_B = yield progress
         state, ended_B = end_wanted(engine, state, ended_B, stop_B)
         if not (running_B & ~ended_B).any():

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ from medusa_jax.sharding import Params, pin_state, placed
 CHUNK_STEPS, PACE = (8, 32), 0.1
 # Steps of chunks that nobody reads: they end for the cache to grow, and for sizes to be chosen and timed.
 UNREAD_STEPS = (64, FOREVER)
+# Called with the state of the rows as each chunk will leave it.
+Keep = Callable[[DecodeState], None]
 tracing = ThreadPoolExecutor(1)
 
 
@@ -54,21 +56,6 @@ def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
         text_BS=text_BS,
     )
     return pin_state(engine.llama.mesh, larger)
-
-
-class RowCache(Protocol):
-    """A cache that outlives its request; `begin` starts the next request on it.
-
-    Attributes:
-      state: the row as its last step left it.
-    """
-
-    state: DecodeState | None
-
-    def begin(
-        self, engine: Engine, variables: Params, request: DecodeRequest
-    ) -> tuple[DecodeState, list[int]]:
-        """Prefill a request from the cached row, like the function `begin`."""
 
 
 def begin(
@@ -97,7 +84,7 @@ def stream(
     request: DecodeRequest,
     state: DecodeState,
     cache_sizes: list[int],
-    row_cache: RowCache | None = None,
+    keep: Keep | None = None,
     *,
     read_along: bool = True,
 ) -> Generator[Progress, np.ndarray | None]:
@@ -108,7 +95,7 @@ def stream(
     step after the chunk that is already dispatched.
 
     Args:
-      row_cache: receives the state after each chunk.
+      keep: for a caller whose next request continues these rows.
       read_along: the caller shows text as it grows; if not, chunks are longer.
     """
     assert request.guides is None or request.host, "`constrained.stream` has guides"
@@ -127,8 +114,8 @@ def stream(
             state = state.replace(**placed(engine.llama.mesh, gate))
             n_steps = clock.steps or steps
         state, next_progress = decode_loop(engine, variables, state, np.int32(n_steps))
-        if row_cache:
-            row_cache.state = state
+        if keep:
+            keep(state)
         if clock:
             clock.see(progress)
         if request.host:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -146,15 +145,12 @@ def test_a_closed_stream_lets_its_loop_end():
     guide, go_on = Rule(1), threading.Event()
     guide.fill = lambda into_W: go_on.wait(60) and Rule.fill(guide, into_W)
     engine, variables, request = request_of(guide)
-    dialogue, begun = (
-        SimpleNamespace(state=None),
-        generation.begin(engine, variables, request),
-    )
-    chunks = constrained.stream(engine, variables, request, *begun, dialogue)
+    states, begun = [], generation.begin(engine, variables, request)
+    chunks = constrained.stream(engine, variables, request, *begun, states.append)
     next(chunks)
     chunks.close()
     go_on.set()
-    assert int(dialogue.state.status_B[0]) == PAUSED and guide.consumed <= 2
+    assert int(states[-1].status_B[0]) == PAUSED and guide.consumed <= 2
 
 
 EXIT = """
