@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from medusa_jax.commands.entrants import (
     Entrant,
-    batch_contenders,
     contenders_of,
     default_names,
     load_entrants,
@@ -221,7 +220,7 @@ def race_batches(flags: Flags, entrants: Sequence[Entrant], tasks: Tasks) -> lis
     length = min(map(len, tasks.prompts))
     prompts = [prompt[-length:] for prompt in tasks.prompts]
     options = replace(tasks.options, eos_ids=())
-    contenders = batch_contenders(entrants, options, flags.batches)
+    contenders = contenders_of(entrants, options, flags.batches)
     return race(contenders, [prompts], flags.repeats, warm_up=False)
 
 

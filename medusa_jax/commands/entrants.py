@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medusa_jax.commands.model_flags import BaseFlags, load_model
 from medusa_jax.notation import entries
@@ -89,34 +89,18 @@ def marked(entrants: Sequence[Entrant]) -> list[Entrant]:
 
 
 def contenders_of(
-    entrants: Sequence[Entrant], options: "Options"
-) -> "list[Contender[Sequence[int]]]":
-    """Plain decoding, and every entrant with each of its trees; a prompt at a time."""
+    entrants: Sequence[Entrant], options: "Options", batches: Sequence[int] = (0,)
+) -> "list[Contender[Any]]":
+    """Plain decoding, and every entrant with each of its trees, for each batch size; 0: a prompt at a time."""
     from medusa_jax.evaluate.race import ourselves
 
-    contenders = [ourselves(entrants[0].model, Tree.none(), options)]
-    for e in entrants:
-        for spec, tree in e.trees.items():
-            contenders.append(ourselves(e.model, tree, options, label=e.label(spec)))
-    return contenders
-
-
-def batch_contenders(
-    entrants: Sequence[Entrant], options: "Options", batches: Sequence[int]
-) -> "list[Contender[Sequence[list[int]]]]":
-    """Like `contenders_of` for each batch size; each against plain decoding in that batch size."""
-    from medusa_jax.evaluate.race import Contender, facts_of, in_batches
-
-    contenders: list[Contender[Sequence[list[int]]]] = []
+    contenders: list[Contender[Any]] = []
     for batch in batches:
-        baseline = len(contenders)
-        rows: list[tuple[str, Model, Tree | None]]
-        rows = [("plain", entrants[0].model, Tree.none())]
+        contender = partial(
+            ourselves, options=options, batch=batch, against=len(contenders)
+        )
+        contenders.append(contender(entrants[0].model, Tree.none()))
         for e in entrants:
-            rows += [(e.label(spec), e.model, tree) for spec, tree in e.trees.items()]
-        for label, model, tree in rows:
-            decode = partial(in_batches, model, tree, options, batch)
-            facts = {"batch": batch} | facts_of(model, tree, options, batch)
-            weights = model.storage.weights or str(model.dtype)
-            contenders.append(Contender(label, decode, weights, facts, against=baseline))
+            for spec, tree in e.trees.items():
+                contenders.append(contender(e.model, tree, label=e.label(spec)))
     return contenders

@@ -240,28 +240,36 @@ def in_batches(
     return dataclasses.replace(run, prefill_seconds=prefill, decode_seconds=decode)
 
 
-def facts_of(model: Model, tree: Tree | None, options: Options, batch: int = 1) -> Json:
-    """The drafter, number of nodes and temperature, for the row of a contender."""
-    tree = model.tree_at(batch) if tree is None else tree
-    drafter = model.drafts_by(tree) if tree.depth else "plain"
-    temperature = options.temperature
-    return {"drafter": drafter, "tree_nodes": tree.n_nodes, "temperature": temperature}
-
-
 def ourselves(
-    model: Model, tree: Tree | None, options: Options, **row: Any
-) -> Contender[Sequence[int]]:
+    model: Model,
+    tree: Tree | None,
+    options: Options,
+    *,
+    label: str = "",
+    batch: int = 0,
+    against: int = 0,
+) -> Contender[Any]:
     """This engine: plain decoding for the empty tree, else with drafts.
 
     Args:
       tree: None: the model chooses in every step, as in `decode`.
-      row: `facts`, `against`, and `label` if it is not the drafter's name.
+      label: by default the drafter's name.
+      batch: rows of the batches that prompts are decoded in; 0: a prompt at a time.
+      against: as for `Contender`.
     """
 
-    def decode(prompt: Sequence[int]) -> Run:
+    def decode(prompt: Any) -> Run:
+        if batch:
+            return in_batches(model, tree, options, batch, prompt)
         return Run.of(model.generate([prompt], options, tree=tree))
 
-    facts = facts_of(model, tree, options) | row.pop("facts", {})
+    shown = model.tree_at(batch or 1) if tree is None else tree
+    drafter = model.drafts_by(shown) if shown.depth else "plain"
+    facts = {
+        "drafter": drafter,
+        "tree_nodes": shown.n_nodes,
+        "temperature": options.temperature,
+    }
+    facts |= {"batch": batch} if batch else {}
     weights = model.storage.weights or str(model.dtype)
-    label = row.pop("label", facts["drafter"])
-    return Contender(label, decode, weights, facts, **row)
+    return Contender(label or drafter, decode, weights, facts, against)
