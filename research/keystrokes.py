@@ -20,7 +20,6 @@ from medusa_jax.commands.model_flags import ModelFlags, load_model
 from medusa_jax.console import inform
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.kept_programs import use_compilation_cache
-from medusa_jax.notation import entries
 from medusa_jax.whole_files import Json
 from research.against import processors
 from research.clients import ladder_of, served
@@ -36,7 +35,7 @@ COLUMNS = "server", "ms", "quartiles", "all, of llama.cpp's", "tokens", "read", 
 class Flags(ModelFlags):
     """Completion times while somebody types."""
 
-    files: str = flag("comma-separated source files to type in")
+    files: tuple[str, ...] = flag("comma-separated source files to type in")
     places: int = flag("in all of them", 8, type=at_least(1))
     keys: int = flag("keystrokes at each place", 6, type=at_least(1))
 
@@ -56,7 +55,7 @@ def run(flags: Flags) -> int:
     """Print the table: llama.cpp, plain decoding, drafts."""
     use_compilation_cache()
     model, rng = load_model(flags, tree="auto"), random.Random(0)
-    texts = [Path(file).read_text() for file in entries(flags.files)]
+    texts = [Path(file).read_text() for file in flags.files]
     setting = Setting(flags.model, NEW, PROMPT + NEW, processors(), 0, 1.0)
     peer = xllamacpp.server_of(gguf_file(flags.model), setting, "NONE")
     with served(model, 1, NEW, PROMPT) as (server, url):

@@ -24,7 +24,6 @@ from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.evaluate.texts import Text, answer_prompts
 from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.learning.learner import Learner
-from medusa_jax.notation import entries
 from medusa_jax.sharding import Params
 from medusa_jax.text.chat import encode_prompt
 from medusa_jax.tree.growth import replay
@@ -49,7 +48,7 @@ class Flags:
     model: str = flag("as for decode.py", "smollm2")
     questions: str = flag("a question file, such as MT-bench's", metavar="FILE")
     drafter: str = flag("name or directory of heads", "eagle")
-    shifts: str = flag("comma-separated", ",".join(SHIFTS))
+    shifts: tuple[str, ...] = flag("comma-separated", SHIFTS)
     points: tuple[int, ...] = flag("answers seen, ascending", (20, 50, 100), type=numbers())
     out: str = flag("directory for the model's answers", "work/learn")
 
@@ -95,7 +94,7 @@ def answers(flags: Flags, model: Model) -> dict[str, list[Text]]:
     saved = json.loads(file.read_text()) if file.exists() else {}
     options = Options(max_new_tokens=NEW)
     options = ending_turns(model.tokenizer, model.eos_ids, options, "")
-    for shift in (*entries(flags.shifts), CHAT):
+    for shift in (*flags.shifts, CHAT):
         if shift not in saved:
             n = CHATS if shift == CHAT else flags.points[-1] + HELD_OUT
             if shift == CHAT:
@@ -112,7 +111,7 @@ def answers(flags: Flags, model: Model) -> dict[str, list[Text]]:
 
 def run(flags: Flags) -> int:
     """Answer, learn from every shift, and print the curves."""
-    for shift in entries(flags.shifts):
+    for shift in flags.shifts:
         one_of("--shifts", shift, SHIFTS)
     use_compilation_cache()
     Path(flags.out).mkdir(parents=True, exist_ok=True)
@@ -120,7 +119,7 @@ def run(flags: Flags) -> int:
     tree = order_for(model, (), Options(), copies=False).tree(NODES)
     texts, loaded = answers(flags, model), model.variables["heads"]
     chat = replayed(model, loaded, texts[CHAT], tree)
-    for shift in entries(flags.shifts):
+    for shift in flags.shifts:
         seen, later = texts[shift][:last], texts[shift][last:]
         before = replayed(model, loaded, later, tree)
         tokens, steps = before.sum(axis=0)

@@ -31,7 +31,6 @@ from medusa_jax.evaluate.texts import Text
 from medusa_jax.evaluate.tree_fit import GROWTH, rank_texts
 from medusa_jax.evaluate.turns import answered_turns, find_template, grouped, prompt_room
 from medusa_jax.kept_programs import use_compilation_cache
-from medusa_jax.notation import entries
 from medusa_jax.text.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.growth import order_by_steps, replayed_tokens
 from medusa_jax.tree.tree import COPIED, Order
@@ -53,8 +52,8 @@ class Flags(TemplateFlags, GenerationFlags, BaseFlags):
         metavar="FILE",
     )
     limit: int = flag("most questions to use; 0 is all", 0, type=at_least(0))
-    drafters: str = flag(
-        "comma-separated names or directories of heads (default: the model's own)", ""
+    drafters: tuple[str, ...] = flag(
+        "comma-separated names or directories of heads (default: the model's own)", ()
     )
     nodes: tuple[int, ...] = flag("sizes of trees", (8, 64), type=numbers())
     fit: str | None = flag(
@@ -82,7 +81,7 @@ def run(flags: Flags) -> int:
     Path(flags.out).mkdir(parents=True, exist_ok=True)
     texts: list[Text] = []
     columns: dict[str, list[float]] = {}
-    for name in entries(flags.drafters or default_drafter(flags.model)):
+    for name in flags.drafters or (default_drafter(flags.model),):
         model = load_model(flags, name, needs_heads=True, tree="none")
         if not model.drafter.trained:
             raise UserError(f"{name} has no heads whose guesses could be ranked: see bench")

@@ -58,10 +58,10 @@ class Flags:
         "write the answers so far, without prompts, and stop", None, metavar="FILE.jsonl.xz"
     )
     packed: str | None = flag("answers that --pack wrote", None, metavar="FILE.jsonl.xz")
-    held_out_files: str = flag(
+    held_out_files: tuple[str, ...] = flag(
         "for the token directory: leave out answers that share eight words in a row with these files "
         "of JSON lines (commas between)",
-        "",
+        (),
     )
 
 
@@ -161,7 +161,7 @@ def collect(flags: Flags, out: Path) -> None:
     lines = [line for line in lines if line["token_ids"]]
     if not lines:
         raise UserError(f"there are no answers in {out}")
-    barred = held_out_windows([path for path in flags.held_out_files.split(",") if path])
+    barred = held_out_windows(flags.held_out_files)
     if barred:
         tokenizer = load_tokenizer(flags.model)
         texts = (tokenizer.decode(line["prompt_ids"] + line["token_ids"]) for line in lines)

@@ -335,8 +335,8 @@ class Flags:
     held_out: bool = flag(
         "from the packages that are held out, instead of the others", False
     )
-    held_out_files: str = flag(
-        "files of JSON lines, with commas between, to share nothing with", ""
+    held_out_files: tuple[str, ...] = flag(
+        "files of JSON lines, with commas between, to share nothing with", ()
     )
     out: str = flag("file to write", "work/coder/prompts.jsonl")
 
@@ -344,7 +344,7 @@ class Flags:
 def run(flags: Flags) -> int:
     """Write one line per prompt and say what they come from."""
     sources = [s for s in read_table() if bool(s.held_out) == flags.held_out]
-    barred = held_out_windows([path for path in flags.held_out_files.split(",") if path])
+    barred = held_out_windows(flags.held_out_files)
     by_language = libraries(Path(flags.sources), sources)
     composer = Composer(by_language, load_tokenizer(flags.model), barred)
     by_ids: dict[tuple[int, ...], Json] = {}

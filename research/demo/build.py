@@ -94,7 +94,9 @@ class Flags:
         "where the result goes; medusa_jax/demo replaces the bundled one",
         "work/demo/install",
     )
-    drafters: str = flag("comma-separated; each has a configs/demo_{drafter}.py", "hydra")
+    drafters: tuple[str, ...] = flag(
+        "comma-separated; each has a configs/demo_{drafter}.py", ("hydra",)
+    )
     answers: int = flag("prompts to continue", 4096)
     steps_factor: float = flag(
         "train the backbone and native stages this many times as long", 1.0
@@ -160,7 +162,7 @@ def run(flags: Flags) -> int:
             *extra["answers"],
         ],
     )  # fmt: skip
-    drafters = flags.drafters.split(",")
+    drafters = list(flags.drafters)
     if DRAFT_MODEL in drafters:
         drafters.remove(DRAFT_MODEL)
         draft_model = work / DRAFT_MODEL

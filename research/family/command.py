@@ -20,12 +20,11 @@ from medusa_jax.commands.flags import at_least, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.kept_programs import use_compilation_cache
-from medusa_jax.notation import entries
 from medusa_jax.whole_files import Json, write_json, write_text
 from research.family.measure import Study, measure_one, race_first_seeds
 from research.family.report import convergence, curve, draw, family_table, orders
 
-DRAFTERS = "medusa,hydra,hydrapp,amphista,amphista_alpha"
+DRAFTERS = "medusa", "hydra", "hydrapp", "amphista", "amphista_alpha"
 # label_weight and teacher_weight of each paper's loss: Medusa equation 1; Hydra 3 and, for Hydra++,
 # 6.1; Amphista equations 7 to 9; EAGLE 3.2 (its regression and noise are in its configuration); EAGLE-3 3.2.
 LOSSES = {"medusa": (1.0, 0.0), "hydra": (1.0, 0.0), "hydrapp": (0.0, 1.0),
@@ -52,7 +51,7 @@ class Flags(Study):
 
     data: str = flag("training text (data.source)")
     eval_data: str = flag("held-out text for the curves", "")
-    drafters: str = flag("eagle as well with --lm_head shared", DRAFTERS)
+    drafters: tuple[str, ...] = flag("eagle as well with --lm_head shared", DRAFTERS)
     recipe: str = flag("configs/{recipe}_{drafter}.py are used", "demo")
     only: list[str] = flag(  # noqa: RUF009
         "a field for one drafter, such as medusa:heads.n_layers=2",
@@ -136,7 +135,7 @@ def run(flags: Flags) -> int:
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
     use_compilation_cache()
-    names = entries(flags.drafters)
+    names = flags.drafters
     if "eagle" in names and flags.lm_head != "shared":
         raise UserError(
             f"eagle predicts hidden states for the model's LM head, so it needs --lm_head shared, "

@@ -19,7 +19,6 @@ from medusa_jax.console import inform
 from medusa_jax.devices.machine import accelerator
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.names import DRAFTERS
-from medusa_jax.notation import entries
 from research.hardware.summary import write_summary
 
 # Seconds of each part at most; together they take about nine minutes.
@@ -43,7 +42,7 @@ class Flags:
     """Facts, exactness, 7B steps, training and races on this accelerator."""
 
     out: str = flag("directory for results.jsonl and summary.md", "work/hardware")
-    parts: str = flag("comma-separated parts", ",".join(LIMITS))
+    parts: tuple[str, ...] = flag("comma-separated parts", tuple(LIMITS))
     limit: int = flag("seconds of all parts together", 540, type=at_least(10))
     small: bool = flag("tiny sizes, to try it on a CPU", False)
 
@@ -102,8 +101,7 @@ def run(flags: Flags) -> int:
     """Run the parts; the exit status is 1 if a process failed."""
     flags = replace(flags, out=str(Path(flags.out).resolve()))
     out = Path(flags.out)
-    parts = entries(flags.parts)
-    for part in parts:
+    for part in flags.parts:
         if part not in LIMITS:
             names = ", ".join(LIMITS)
             raise UserError(
@@ -113,9 +111,9 @@ def run(flags: Flags) -> int:
     end, failed = time.monotonic() + flags.limit, []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        for part in parts:
+        for part in flags.parts:
             seconds_left = end - time.monotonic()
-            gets_all = flags.small or len(parts) == 1
+            gets_all = flags.small or len(flags.parts) == 1
             seconds = seconds_left if gets_all else min(LIMITS[part], seconds_left)
             if seconds < 5:
                 inform(f"{part}: no time left")

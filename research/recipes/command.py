@@ -26,7 +26,6 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files import hf
 from medusa_jax.kept_programs import use_compilation_cache
-from medusa_jax.notation import entries
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.whole_files import write_json, write_text
@@ -45,7 +44,7 @@ def run_study(flags: Study) -> dict[str, list[dict[str, float]]]:
     """Run all variants and seeds; returns their figures, which are also in the result files."""
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
-    names = entries(flags.variants or "") or list(variants())
+    names = flags.variants or list(variants())
     if wrong_names := [n for n in names if n not in variants()]:
         raise UserError(
             f"unknown variant {wrong_names[0]!r}: there are {', '.join(variants())}"

@@ -32,7 +32,7 @@ class Study:
     original: str = flag("token directory of held-out text of the backbone's own kind")
     out: str = flag("results, runs and table.md go there")
     model: str = flag("backbone (default: the demo's)", str(DEMO / "backbone"))
-    variants: str = flag("comma-separated (default: all)", "")
+    variants: tuple[str, ...] = flag("comma-separated (default: all)", ())
     steps: int = flag("updates per variant", 300)
     seeds: int = flag("trainings per variant", 3)
     batch_size: int = flag("rows per update", 4)

@@ -42,7 +42,7 @@ def test_heads_learn_the_models_answers(tmp_path, monkeypatch, capsys):
     table = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()]
     assert [len(row) for row in table] == [5] * 3 and "±" in table[2][4]
     loaded = medusa_jax.load(str(model), str(heads))
-    asked = learn.Flags(shifts="tomatoes", questions="", out=str(tmp_path))
+    asked = learn.Flags(shifts=("tomatoes",), questions="", out=str(tmp_path))
     seen = learn.answers(asked, loaded)["tomatoes"][:4]
     [after] = learn.learn(loaded, seen * 5, [20])
     steps = [
