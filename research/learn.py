@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.api import Model, Options, load
-from medusa_jax.api.prompts import ending_turns
 from medusa_jax.commands.flags import CommandLine, flag, numbers
 from medusa_jax.console import inform
 from medusa_jax.errors import one_of
@@ -93,7 +92,7 @@ def answers(flags: Flags, model: Model) -> dict[str, list[Text]]:
     file = Path(flags.out) / "texts.json"
     saved = json.loads(file.read_text()) if file.exists() else {}
     options = Options(max_new_tokens=NEW)
-    options = ending_turns(model.tokenizer, model.eos_ids, options, "")
+    options = model.ending_turns(options, "")
     for shift in (*flags.shifts, CHAT):
         if shift not in saved:
             n = CHATS if shift == CHAT else flags.points[-1] + HELD_OUT

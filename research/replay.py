@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medusa_jax.api import Model, Options, default_drafter
-from medusa_jax.api.prompts import ending_turns
 from medusa_jax.commands.bench import TemplateFlags
 from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
 from medusa_jax.commands.model_flags import (
@@ -86,7 +85,7 @@ def run(flags: Flags) -> int:
         if not model.drafter.trained:
             raise UserError(f"{name} has no heads whose guesses could be ranked: see bench")
         template = find_template(model, flags.chat_template)
-        ending = ending_turns(model.tokenizer, model.eos_ids, options, template)
+        ending = model.ending_turns(options, template)
         if not texts:
             categories, texts = answers_to(model, questions, ending, template, flags)
         recorded = record(model, texts, ending)

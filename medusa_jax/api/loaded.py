@@ -1,6 +1,7 @@
 """A loaded backbone with its draft heads: parameters, default trees, engines, requests."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from medusa_jax.heads.registry import no_drafter
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.convert import decoder
 from medusa_jax.sharding import Params
+from medusa_jax.text.chat import Message, encode_prompt, stop_ids
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.tree.tree import Tree
 from medusa_jax.typed import checked_arguments, read
@@ -28,6 +30,7 @@ from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.constraints import Grammars
+    from medusa_jax.text.fill import Gap
 
 
 class LoadedModel:
@@ -201,6 +204,55 @@ class LoadedModel:
           UserError: nothing to start from (an empty prompt and no BOS), or ids out of range.
         """
         return prompt_ids(self.tokenizer, prompt, self.config.vocab_size)
+
+    def conversation(
+        self, messages: str | Sequence[Message], options: Options, template: str = ""
+    ) -> tuple[list[int], Options]:
+        """Token ids of a conversation up to the model's answer, and options for the answer.
+
+        Args:
+          messages: turns with "role" and "content", the last one the user's; or that turn's text.
+          template: a shipped chat template, "" for the tokenizer's own.
+
+        Raises:
+          UserError: malformed messages, or no such template.
+        """
+        if not isinstance(messages, Iterable):
+            raise UserError("a conversation is text or a list of messages")
+        options, template = (
+            read("options", options, Options),
+            read("template", template, str),
+        )
+        turns = messages if isinstance(messages, str) else list(messages)
+        ids = encode_prompt(self.tokenizer, turns, template)
+        return ids, self.ending_turns(options, template)
+
+    def ending_turns(self, options: Options, template: str) -> Options:
+        """Options whose text ends where the chat template ends a turn, unless they name EOS ids."""
+        if options.eos_ids is not None:
+            return options
+        return self._ending(options, stop_ids(self.tokenizer, template))
+
+    def middle(self, gap: "Gap", options: Options) -> tuple[list[int], Options]:
+        """Token ids of a prompt to fill a gap, and options for its text.
+
+        Raises:
+          UserError: the tokenizer has no tokens for it.
+        """
+        from medusa_jax.text.fill import fill_of  # here: few requests have gaps
+
+        return fill_of(self.tokenizer).prompt(gap), self.ending_middles(options)
+
+    def ending_middles(self, options: Options) -> Options:
+        """Options whose text ends at the end of a middle, unless they name EOS ids."""
+        from medusa_jax.text.fill import fill_of
+
+        if options.eos_ids is not None:
+            return options
+        return self._ending(options, fill_of(self.tokenizer).ends)
+
+    def _ending(self, options: Options, ends: Iterable[int]) -> Options:
+        return dataclasses.replace(options, eos_ids=tuple(sorted({*self.eos_ids, *ends})))
 
     def request(
         self,

@@ -10,7 +10,7 @@ import jax
 
 from medusa_jax.api.compiling import Compiling
 from medusa_jax.api.loaded import LoadedModel
-from medusa_jax.api.prompts import Prompt, conversation, is_message, middle
+from medusa_jax.api.prompts import Prompt, is_message
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
 from medusa_jax.api.step_sizes import StepSizes, text_is_free
 from medusa_jax.api.text_stream import Chunk, OnEnd, OnTokens, TextStream, stream_rows
@@ -181,7 +181,7 @@ class Model(LoadedModel):
         if isinstance(prompts, str):
             one: Prompt = prompts
         elif isinstance(prompts, Sequence) and any(map(is_message, prompts)):
-            one, options = conversation(self.tokenizer, self.eos_ids, prompts, options)
+            one, options = self.conversation(prompts, options)
         else:
             return self._stream(prompts, options, ids, tree, acceptance)
         chunks = self._stream([one], options, ids, tree, acceptance)
@@ -212,9 +212,7 @@ class Model(LoadedModel):
         Example:
           print(model.chat([{"role": "user", "content": "Name a colour."}]).text)
         """
-        prompt, options = conversation(
-            self.tokenizer, self.eos_ids, messages, options, template
-        )
+        prompt, options = self.conversation(messages, options, template)
         return self.generate([prompt], options, tree=tree, acceptance=acceptance)[0]
 
     @checked_arguments(OPTIONS)
@@ -238,8 +236,7 @@ class Model(LoadedModel):
         """
         from medusa_jax.text.fill import Gap  # here: few requests have gaps
 
-        gap = Gap(prefix, suffix)
-        prompt, options = middle(self.tokenizer, self.eos_ids, gap, options)
+        prompt, options = self.middle(Gap(prefix, suffix), options)
         return self.generate([prompt], options, tree=tree, acceptance=acceptance)[0]
 
     def _stream(

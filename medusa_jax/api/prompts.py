@@ -1,6 +1,5 @@
 """Convert prompts, conversations and options to the decode loop's form."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,13 +7,11 @@ from medusa_jax.api.results import Options
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.errors import UserError
-from medusa_jax.text.chat import Message, encode_prompt, stop_ids
 from medusa_jax.text.tokenizer import Tokenizer, TurnPrompt
-from medusa_jax.typed import WRONG, as_type, read
+from medusa_jax.typed import WRONG, as_type
 
 if TYPE_CHECKING:
     from medusa_jax.constraints.guide import Guide
-    from medusa_jax.text.fill import Gap
 
 # A prompt: text or token ids.
 Prompt = str | Sequence[int]
@@ -56,65 +53,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, vocab_size: int) -> list[in
             f"prompt id {outside[0]} is outside the vocabulary 0..{vocab_size - 1}: the model has no embedding for it"
         )
     return TurnPrompt(ids) if isinstance(prompt, TurnPrompt) else ids
-
-
-def conversation(
-    tokenizer: Tokenizer,
-    eos_ids: Sequence[int],
-    messages: str | Sequence[Message],
-    options: Options,
-    template: str = "",
-) -> tuple[list[int], Options]:
-    """Token ids of a conversation up to the model's answer, and options for the answer.
-
-    Args:
-      messages: turns with "role" and "content", the last one the user's; or that turn's text.
-      template: a shipped chat template, "" for the tokenizer's own.
-
-    Raises:
-      UserError: malformed messages, or no such template.
-    """
-    if not isinstance(messages, Iterable):
-        raise UserError("a conversation is text or a list of messages")
-    options, template = read("options", options, Options), read("template", template, str)
-    turns = messages if isinstance(messages, str) else list(messages)
-    ids = encode_prompt(tokenizer, turns, template)
-    return ids, ending_turns(tokenizer, eos_ids, options, template)
-
-
-def ending_turns(
-    tokenizer: Tokenizer, eos_ids: Sequence[int], options: Options, template: str
-) -> Options:
-    """Options whose text ends where the chat template ends a turn, unless they name EOS ids."""
-    if options.eos_ids is not None:
-        return options
-    ends = {*eos_ids, *stop_ids(tokenizer, template)}
-    return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
-
-
-def middle(
-    tokenizer: Tokenizer, eos_ids: Sequence[int], gap: "Gap", options: Options
-) -> tuple[list[int], Options]:
-    """Token ids of a prompt to fill a gap, and options for its text.
-
-    Raises:
-      UserError: the tokenizer has no tokens for it.
-    """
-    from medusa_jax.text.fill import fill_of  # here: few requests have gaps
-
-    return fill_of(tokenizer).prompt(gap), ending_middles(tokenizer, eos_ids, options)
-
-
-def ending_middles(
-    tokenizer: Tokenizer, eos_ids: Sequence[int], options: Options
-) -> Options:
-    """Options whose text ends at the end of a middle, unless they name EOS ids."""
-    if options.eos_ids is not None:
-        return options
-    from medusa_jax.text.fill import fill_of
-
-    ends = {*eos_ids, *fill_of(tokenizer).ends}
-    return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
 
 
 def request_of(

@@ -164,13 +164,12 @@ def prompt_tasks(flags: Flags, model: "Model") -> Tasks:
 
 def question_tasks(flags: Flags, path: str, model: "Model") -> Tasks:
     """All turns of --questions; plain decoding gives the answers before later turns."""
-    from medusa_jax.api.prompts import ending_turns
     from medusa_jax.evaluate.turns import answered_turns, find_template, prompt_room
 
     questions = spread(read_questions(path), flags.limit)
     options, context = generation_options(flags), model.config.max_position
     template = find_template(model, flags.chat_template)
-    options = ending_turns(model.tokenizer, model.eos_ids, options, template)
+    options = model.ending_turns(options, template)
     room = prompt_room(flags.max_prompt_tokens, context, flags.max_new_tokens)
     turns = answered_turns(model, questions, template, room, options)
     facts = {

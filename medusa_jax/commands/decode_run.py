@@ -8,7 +8,6 @@ from itertools import chain
 import jax
 
 from medusa_jax.api import Model, Options, find_model
-from medusa_jax.api.prompts import ending_turns, middle
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_job import DecodeJob
 from medusa_jax.commands.decode_report import LEGEND, coloured, summary
@@ -74,7 +73,7 @@ def talk(flags: Flags) -> int:
     refuse_conflicts(flags, [options])
     model = load(flags, n_requests=1)
     template = chosen_template(flags, model.tokenizer) or ""
-    options = ending_turns(model.tokenizer, model.eos_ids, options, template)
+    options = model.ending_turns(options, template)
     advised = {**defaults, "repetition_penalty": model.repetition_penalty}
     if defaults or model.repetition_penalty != 1:
         shown = options.with_penalty(model.repetition_penalty)
@@ -97,7 +96,7 @@ def read_job(flags: Flags) -> DecodeJob:
     is_gap = flags.prefix_file is not None
     template = None if is_gap else chosen_template(flags, model.tokenizer)
     if is_gap:
-        ids, option = middle(model.tokenizer, model.eos_ids, prompts[0], options[0])
+        ids, option = model.middle(prompts[0], options[0])
         prompts, options = [tuple(ids)], [option]
     has_texts = any(isinstance(prompt, str) for prompt in prompts)
     chosen = flags.raw or flags.chat is not None
@@ -110,7 +109,7 @@ def read_job(flags: Flags) -> DecodeJob:
             # Messages are turns whatever the flags say.
             if template is not None or isinstance(prompt, list):
                 forms[i], name = "chat", template or ""
-                options[i] = ending_turns(model.tokenizer, model.eos_ids, options[i], name)
+                options[i] = model.ending_turns(options[i], name)
                 if not isinstance(prompt, tuple):
                     prompts[i] = encode_prompt(model.tokenizer, prompt, name)
             model.request([prompts[i]], [options[i]])  # refuse before anything is decoded

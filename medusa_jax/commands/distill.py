@@ -133,7 +133,6 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     """Continue after the answered seeds; returns the exit status."""
     from medusa_jax import hosts
     from medusa_jax.api import find_model
-    from medusa_jax.api.prompts import ending_turns
     from medusa_jax.distill import files
     from medusa_jax.distill.server import ServedModel, ServerWriter
     from medusa_jax.distill.writer import Writer, prompt_of, write_all
@@ -171,9 +170,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         options = options.with_penalty(model.repetition_penalty)
         settings |= model.text_settings(options.repetition_penalty)
         if mode != "continue":
-            options = ending_turns(
-                model.tokenizer, model.eos_ids, options, flags.chat_template
-            )
+            options = model.ending_turns(options, flags.chat_template)
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
 
     def answers(line: Json, seed: Seed) -> bool:

@@ -82,10 +82,8 @@ def record_prompts(
     Raises:
       UserError: it takes none.
     """
-    from medusa_jax.api.prompts import ending_turns
-
     if any("messages" in record for record in records):
-        options = ending_turns(model.tokenizer, model.eos_ids, options, template)
+        options = model.ending_turns(options, template)
     taken, prompts, refused = [], [], []
     for record in records:
         try:

@@ -124,7 +124,8 @@ def test_variables_of_the_chat_template(tmp_path, variables):
     expected = theirs.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False, **variables
     )
-    model = SimpleNamespace(config=tiny_arch(), tokenizer=tokenizer, eos_ids=(2,))
+    unchanged = {"ending_turns": lambda options, template: options}
+    model = SimpleNamespace(config=tiny_arch(), tokenizer=tokenizer, **unchanged)
     body = {"messages": messages, "chat_template_kwargs": variables}
     ids = chat_call(body, NAME, model, "", 5, check=len).requests[0].prompt
     assert "<s>" + tokenizer.decode(ids) == expected and ids.count(1) == 1

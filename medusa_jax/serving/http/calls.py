@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.prompts import ending_middles, ending_turns
 from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError
 from medusa_jax.serving.http.messages import content_of, read_messages
 from medusa_jax.serving.http.options import limit_of, options_of
@@ -90,7 +89,7 @@ def completion_call(
         raise fields.refused("suffix", "needs a prompt of text, and no 'echo'")
     with fields.blamed("suffix" if suffix else "prompt"):
         if suffix:
-            options = ending_middles(model.tokenizer, model.eos_ids, options)
+            options = model.ending_middles(options)
             fill = fill_of(model.tokenizer)
             tokens = [fill.prompt(Gap(text, suffix)) for text in prompts]
         else:
@@ -150,7 +149,7 @@ def chat_call(
         else:
             variables |= {"tools": tools.given} if tools else {}
             prompt = encode_turns(tokenizer, turns, variables, template, check, continued)
-            options = ending_turns(tokenizer, model.eos_ids, options, template)
+            options = model.ending_turns(options, template)
     calls = (form, list(tools.callable)) if form and tools else None
     return _call(fields, model, [prompt], options, chat=True, calls=calls, empty=limit == 0)
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.prompts import ending_middles
 from medusa_jax.errors import UserError
 from medusa_jax.serving.http.calls import Call, completion_call
 from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError
@@ -45,7 +44,7 @@ def infill_call(
         files.append((file.text("filename", "tmp"), _needed(file, "text")))
     n_new = min(most_new, limit_of(fields, most_new))
     try:
-        ends = ending_middles(tokenizer, model.eos_ids, Options()).eos_ids
+        ends = model.ending_middles(Options()).eos_ids
     except UserError as error:
         raise HttpError(501, str(error), code="not_supported") from error
     context = model.config.max_position
@@ -60,7 +59,7 @@ def infill_call(
         completion[sampling] = max(0, fields.number(sampling, default, -math.inf))
     fields.finish()
     call = completion_call(completion, name, model, lambda prompt: None)
-    options = ending_middles(tokenizer, model.eos_ids, call.requests[0].options)
+    options = model.ending_middles(call.requests[0].options)
     if completion["samplers"] and lists_sampler(fields, "infill", "i"):
         biases = dict.fromkeys(ends or (), END_BIAS) | dict(options.logit_bias)
         options = replace(options, temperature=0.0, logit_bias=tuple(biases.items()))
