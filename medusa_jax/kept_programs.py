@@ -38,12 +38,11 @@ blocks, counting = [0], threading.Lock()
 
 
 class Call(NamedTuple):
-    """A call of a program: its key here, what its file's name is made from, and its arrays."""
+    """A call of a program: its key, and its arrays."""
 
     program: Program[Any]
     args: tuple[Any, ...]
     key: tuple[Any, ...]
-    marks: tuple[list[Any], PyTreeDef, tuple[Any, ...]]
     leaves: list[Any]
 
 
@@ -147,12 +146,12 @@ def call_of(program: Program[R], args: tuple[Any, ...]) -> Call | None:
         return None
     types = tuple((x.shape, x.dtype) for x in leaves)
     key = program, *static, structure, types
-    return Call(program, args, key, (static, structure, types), leaves)
+    return Call(program, args, key, leaves)
 
 
 def path_of(call: Call) -> Path | None:
     """The file of an executable; None where it cannot be kept."""
-    program, (static, structure, types) = call.program, call.marks
+    program, *static, structure, types = call.key
     marks = static, str(structure), [[*map(str, pair)] for pair in types]
     if not program.__module__.startswith("medusa_jax."):
         return None

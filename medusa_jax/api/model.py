@@ -184,8 +184,7 @@ class Model(LoadedModel):
             one, options = self.conversation(prompts, options)
         else:
             return self._stream(prompts, options, ids, tree, acceptance)
-        chunks = self._stream([one], options, ids, tree, acceptance)
-        return TextStream(chunks, self.name)
+        return TextStream(self._stream([one], options, ids, tree, acceptance))
 
     @checked_arguments(OPTIONS, types=False)
     def chat(

@@ -163,9 +163,9 @@ class Result:
         self.draft_depths = self.draft_depths[:n_tokens]
         self.logprobs = self.logprobs and self.logprobs[:n_tokens]
         self.top_logprobs = self.top_logprobs and self.top_logprobs[:n_tokens]
-        max_length = len(self.acceptance_histogram)
-        self.acceptance_histogram = steps_of(self.draft_depths, max_length)
-        self.steps = sum(self.acceptance_histogram)
+        lengths, most = self.accepted_lengths, len(self.acceptance_histogram)
+        self.acceptance_histogram = [lengths.count(n) for n in range(1, most + 1)]
+        self.steps = len(lengths)
 
     @property
     def new_tokens(self) -> int:
@@ -173,8 +173,20 @@ class Result:
 
     @property
     def accepted_lengths(self) -> list[int]:
-        """Tokens that each step appended, in order, its bonus token included."""
-        return accepted_lengths(self.draft_depths)
+        """Tokens that each step appended, in order, its bonus token included.
+
+        Every step ends with a token of depth 0, the verifier's own; the first token is prefill's.
+
+        Example: depths 0 1 2 0 0 1 are prefill, a step of three tokens, one of one, and one that was cut after its
+        first draft: [3, 1, 1].
+        """
+        lengths, length = [], 0
+        for at, depth in enumerate(self.draft_depths[1:], 2):
+            length += 1
+            if depth == 0 or at == len(self.draft_depths):
+                lengths.append(length)
+                length = 0
+        return lengths
 
     @property
     def mean_accepted_length(self) -> float:
@@ -199,29 +211,6 @@ class Piece:
     @property
     def text(self) -> str:
         return "".join(text for text, _ in self.parts)
-
-
-def accepted_lengths(draft_depths: Sequence[int]) -> list[int]:
-    """Tokens that each step appended, computed from the depths of a text.
-
-    Every step ends with a token of depth 0, the verifier's own; the first token is prefill's.
-
-    Example: [0, 1, 2, 0, 0, 1] is prefill, a step of three tokens, one of one, and one that
-    was cut after its first draft: [3, 1, 1].
-    """
-    lengths, length = [], 0
-    for at, depth in enumerate(draft_depths[1:], 2):
-        length += 1
-        if depth == 0 or at == len(draft_depths):
-            lengths.append(length)
-            length = 0
-    return lengths
-
-
-def steps_of(draft_depths: Sequence[int], max_length: int) -> list[int]:
-    """Steps that appended 1, ..., `max_length` tokens: the histogram of `accepted_lengths`."""
-    lengths = accepted_lengths(draft_depths)
-    return [lengths.count(n) for n in range(1, max_length + 1)]
 
 
 ENDS = {STOPPED: "stop", STUCK: "constraint", BROKEN: "error"}

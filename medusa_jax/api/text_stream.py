@@ -225,19 +225,17 @@ class TextStream(Iterator[str]):
     """The text of one prompt as it grows: iterate for new text.
 
     Attributes:
-      model: the model's name.
       pieces: the text so far, with the tree depths that it was accepted at.
     """
 
-    def __init__(self, chunks: Iterator[Chunk], model: str = "") -> None:
-        self.model = model
+    def __init__(self, chunks: Iterator[Chunk]) -> None:
         self.pieces: list[Piece] = []
         self._chunks = chunks
         self._results: list[Result] = []
         self._error: Exception | None = None
 
     def __repr__(self) -> str:
-        return f"<TextStream of {self.model}: {sum(len(p.text) for p in self.pieces)} characters so far>"
+        return f"<TextStream: {sum(len(p.text) for p in self.pieces)} characters so far>"
 
     def __next__(self) -> str:
         try:

@@ -186,15 +186,15 @@ def at_least(
 
 
 def numbers(
-    kind: Callable[[str], Any] = int, least: float = -(2**31), most: float = 2**31 - 1
-) -> Callable[[str], tuple[Any, ...]]:
+    least: float = -(2**31), most: float = 2**31 - 1
+) -> Callable[[str], tuple[int, ...]]:
     """The type of a flag such as "1,4,8", with numbers as for `at_least`; "none" is ()."""
 
-    def read(text: str) -> tuple[Any, ...]:
+    def read(text: str) -> tuple[int, ...]:
         if text == "none":
             return ()
         with suppress(ValueError):
-            values = tuple(map(at_least(least, kind, most), entries(text)))
+            values = tuple(map(at_least(least, int, most), entries(text)))
             if values:
                 return values
         raise argparse.ArgumentTypeError(f"a list like 1,4,8, not {text!r}")

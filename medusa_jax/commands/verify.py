@@ -51,8 +51,9 @@ def run(flags: Flags) -> int:
 def certify(model: str | None, drafter: str, out: str, dtype: str = "") -> None:
     """Record heads in their directory or, rounded to `dtype`, their export's; a `UserError` if it has a certificate."""
     from medusa_jax.evaluate import certificate
+    from medusa_jax.files.layouts.native_heads import CERTIFICATE
 
-    if os.path.exists(file := os.path.join(out, certificate.FILE)):
+    if os.path.exists(file := os.path.join(out, CERTIFICATE)):
         raise UserError(f"{file} exists: delete it to record another")
     opened = certificate.open_plain(model, drafter)
     recorded = certificate.record(certificate.rounded(opened, dtype) if dtype else opened)

@@ -29,7 +29,6 @@ from medusa_jax.model.kernels import PLAIN
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
-FILE = CERTIFICATE
 FORMAT = {"format": "draft_heads.certificate", "version": "1"}
 # P, and the tokens whose logits are recorded.
 POSITIONS, TOP = 10, 8
@@ -136,7 +135,7 @@ def rounded(model: Model, dtype: str) -> Model:
 
 def write(directory: str, certificate: Certificate) -> str:
     """Write a certificate into a directory of heads; returns its file."""
-    file = os.path.join(directory, FILE)
+    file = os.path.join(directory, CERTIFICATE)
     os.makedirs(os.path.dirname(file), exist_ok=True)
     arrays, facts = certificate
     save_safetensors(file, arrays, FORMAT | {"facts": json.dumps(facts)})
@@ -151,9 +150,11 @@ def read(directory: str) -> Certificate:
     """
     from safetensors import safe_open
 
-    file = os.path.join(directory, FILE)
+    file = os.path.join(directory, CERTIFICATE)
     if not os.path.isfile(file):
-        raise UserError(f"{directory} has no {FILE}: the same command with --write adds it")
+        raise UserError(
+            f"{directory} has no {CERTIFICATE}: the same command with --write adds it"
+        )
     arrays = {name: read_whole(x) for name, x in open_safetensors(file).items()}
     given = safe_open(file, framework="np").metadata() or {}
     if not FORMAT.items() <= given.items():

@@ -126,7 +126,7 @@ def test_heads_without_attention_have_no_rotation(made, tmp_path):
     base = BaseFiles.open(str(made / "base"))
     write_heads(tmp_path, base, HeadsConfig(n_heads=2, lm_head="own"))
     certified(made / "base", tmp_path)
-    top_PN = load_file(tmp_path / certificate.FILE)["top_ids"][0]
+    top_PN = load_file(tmp_path / certificate.CERTIFICATE)["top_ids"][0]
     arrays = load_file(tmp_path / "heads.safetensors")
     later = np.setdiff1d(top_PN[1:], top_PN[0])
     arrays["heads_0/lm_head/kernel"][:, later] = 0
@@ -207,15 +207,15 @@ def test_convert_prints_the_command_that_adds_it(made, tmp_path, monkeypatch, ca
     [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("next: ")]
     program, command, *words = shlex.split(line.removeprefix("next: "))
     assert (program, command) == ("medusa", "verify") and verify.main(words) == 0
-    assert (out / certificate.FILE).is_file()
+    assert (out / certificate.CERTIFICATE).is_file()
 
 
 def test_convert_writes_one_that_numpy_replays(tmp_path, capsys, monkeypatch):
     """The script has no JAX and none of our code; it sees swapped heads and another LM head."""
     out = tmp_path / "tgi"
     assert convert.main(["--drafter=medusa", "--to=tgi", f"--out={out}"]) == 0
-    assert f"wrote {out}/{certificate.FILE}" in capsys.readouterr().err
-    assert (out / certificate.FILE).stat().st_size < 20_000
+    assert f"wrote {out}/{certificate.CERTIFICATE}" in capsys.readouterr().err
+    assert (out / certificate.CERTIFICATE).stat().st_size < 20_000
     assert [x.name for x in out.glob("*.safetensors")] == ["medusa_lm_head.safetensors"]
     assert verify.main([f"--drafter={out}"]) == 0
     script = [sys.executable, verify_heads.__file__]  # this process has JAX's bfloat16
@@ -263,7 +263,7 @@ def test_a_missing_certificate_is_one_sentence(made, tmp_path):
         certificate.read(str(DEMO / "medusa"))
     save_file({"x": np.zeros(1)}, tmp_path / "certificate.safetensors")
     (tmp_path / "certificate").mkdir()
-    (tmp_path / "certificate.safetensors").rename(tmp_path / certificate.FILE)
+    (tmp_path / "certificate.safetensors").rename(tmp_path / certificate.CERTIFICATE)
     with refused("is no certificate of version 1"):
         certificate.read(str(tmp_path))
     arrays = {name: np.zeros(2, np.int32) for name in ("token_ids", "chain")}
@@ -276,12 +276,12 @@ def test_a_missing_certificate_is_one_sentence(made, tmp_path):
         ({"chain": arrays["states"]}, facts),
     ):
         metadata = certificate.FORMAT | {"facts": more}
-        save_file(arrays | wrong, tmp_path / certificate.FILE, metadata)
+        save_file(arrays | wrong, tmp_path / certificate.CERTIFICATE, metadata)
         with refused("is damaged"):
             certificate.read(str(tmp_path))
     save_file(
         arrays | {"chain": np.zeros(1)},
-        tmp_path / certificate.FILE,
+        tmp_path / certificate.CERTIFICATE,
         certificate.FORMAT | {"facts": facts},
     )
     assert certificate.read(str(tmp_path)).facts["window"] == 0
