@@ -70,8 +70,7 @@ def talk(flags: Flags) -> int:
         raise UserError("a chat runs on one host: give --prompt or --prompts_file")
     defaults = sampling_defaults(flags.model)
     options = shared_options(flags, defaults)
-    refuse_conflicts(flags, [options])
-    model = load(flags, n_requests=1)
+    model = load(flags, [options])
     template = chosen_template(flags, model.tokenizer) or ""
     options = model.ending_turns(options, template)
     advised = {**defaults, "repetition_penalty": model.repetition_penalty}
@@ -91,8 +90,7 @@ def read_job(flags: Flags) -> DecodeJob:
       UserError: a prompt or an option that cannot be decoded, and which request of a file; before anything is.
     """
     prompts, options = read_requests(flags)
-    refuse_conflicts(flags, options)
-    model = load(flags, n_requests=len(options))
+    model = load(flags, options)
     is_gap = flags.prefix_file is not None
     template = None if is_gap else chosen_template(flags, model.tokenizer)
     if is_gap:
@@ -129,16 +127,16 @@ def read_job(flags: Flags) -> DecodeJob:
     )
 
 
-def refuse_conflicts(flags: Flags, options: Sequence[Options]) -> None:
-    """Refuse options that do not go together."""
+def load(flags: Flags, options: Sequence[Options]) -> Model:
+    """Load the model for requests with these options, and set the process up for it.
+
+    Raises:
+      UserError: the options do not go together, or as `api.load`.
+    """
     if flags.no_repeat_ngram_size and any(option.constraint for option in options):
         raise UserError(
             "a constraint and --no_repeat_ngram_size may leave no token: give one of them"
         )
-
-
-def load(flags: Flags, n_requests: int) -> Model:
-    """Load the model for this number of requests, and set the process up for it."""
     give_memory_back()
     use_compilation_cache()
     warn_if_accelerator_unused()
@@ -146,7 +144,7 @@ def load(flags: Flags, n_requests: int) -> Model:
         flags,
         tree=flags.tree,
         tokenizer=flags.tokenizer,
-        batch=min(flags.batch_size, n_requests),
+        batch=min(flags.batch_size, len(options)),
         all_heads=is_conversation(flags),  # /tree may need any of them
     )
 
