@@ -1,11 +1,7 @@
-"""`python -m research load`: drafts under load, simulated.
+"""`python -m research load`: how much longer `serving/ladder.py` takes than the best fixed size in hindsight, simulated.
 
-Clients in a closed loop, texts whose drafts hold more or less, and three curves of what a pass costs:
-
-- What a budget that the rows of a batch share would gain, more nodes for rows whose drafts hold, over the best
-  size common to all. Every row's rates are known, so this is an upper bound.
-- How much longer `serving/ladder.py` takes than the best fixed size in hindsight. Rates change in the middle of each
-  text, times are noisy, and after plain steps a row's first drafts are wrong.
+Clients in a closed loop, texts whose drafts hold more or less, and three curves of what a pass costs. Rates change in
+the middle of each text, times are noisy, and after plain steps a row's first drafts are wrong.
 """
 
 import dataclasses
@@ -65,39 +61,10 @@ CURVES: dict[str, Cost] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What load does to drafts, simulated: a shared budget of nodes, and the rule that `serve` takes sizes by."""
+    """What load does to drafts, simulated, with the rule that `serve` takes sizes by."""
 
     rows: tuple[int, ...] = flag("rows", (1, 2, 4, 8, 16, 32), type=numbers(least=1))
     answers: int = flag("answers of all clients", 800, type=at_least(1))
-    batches: int = flag("batches to share budgets in", 100, type=at_least(1))
-
-
-def expected(exponent_R: np.ndarray) -> np.ndarray:
-    """Tokens per step of texts with each of 1 to 64 nodes [R, 64], by the formula of `decoding/tree_size/rates.py`."""
-    at_size = [
-        sum(rate ** (exponent_R * level) for level in range(depth + 1))
-        for rate, depth in zip(RATES, DEPTHS)
-    ]
-    curve_RN = np.maximum.accumulate(np.stack(at_size, axis=1), axis=1)
-    nodes = np.log(np.arange(1, NODES[-1] + 1))
-    return np.stack([np.interp(nodes, np.log(NODES), row) for row in curve_RN])
-
-
-def shared_gain(rows: int, cost: Cost, batches: int, rng: np.random.Generator) -> float:
-    """Tokens per time of the best shared budgets over those of the best common size, minus 1; the mean of batches."""
-    common = shared = 0.0
-    for _ in range(batches):
-        tokens_RN = expected(np.exp(SPREAD * rng.standard_normal(rows)))
-        nodes = range(1, tokens_RN.shape[1] + 1)
-        common += max(tokens_RN[:, n - 1].sum() / cost(rows, n) for n in nodes)
-        # One node at a time to the row that gains most.
-        best = rows / cost(rows, 1)
-        gain_RN = np.diff(tokens_RN, axis=1)
-        sums = rows + np.cumsum(np.sort(gain_RN.ravel())[::-1])
-        for extra, tokens in enumerate(sums, 1):
-            best = max(best, tokens / cost(1, rows + extra))
-        shared += best
-    return shared / common - 1
 
 
 class Clients:
@@ -184,18 +151,12 @@ def regret(rows: int, cost: Cost, answers: int) -> tuple[float, int]:
 
 
 def run(flags: Flags) -> int:
-    """Print both tables."""
-    gains, regrets = [], []
+    """Print the table."""
+    cells = []
     for name, cost in CURVES.items():
-        rng = np.random.default_rng(0)
-        shared = [shared_gain(rows, cost, flags.batches, rng) for rows in flags.rows]
-        gains.append([name, *(f"{gain:.1%}" for gain in shared)])
         found = [regret(rows, cost, flags.answers) for rows in flags.rows]
-        regrets.append([name, *(f"{more:+.1%} of {nodes}" for more, nodes in found)])
-    for first, cells in (("gain of a shared budget", gains), ("regret", regrets)):
-        inform(
-            "\n" + markdown_table([first, *(f"{rows} rows" for rows in flags.rows)], cells)
-        )
+        cells.append([name, *(f"{more:+.1%} of {nodes}" for more, nodes in found)])
+    inform(markdown_table(["regret", *(f"{rows} rows" for rows in flags.rows)], cells))
     return 0
 
 
