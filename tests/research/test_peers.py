@@ -13,7 +13,6 @@ from research.peers import (
     NotInstalled,
     Setting,
     float32,
-    folder,
     huggingface,
     ik_llamacpp,
     llamacpp,
@@ -84,16 +83,3 @@ def test_the_copy_of_a_split_file_is_one_file(tensors, tmp_path, monkeypatch):
     assert float32.gguf_file(str(second)) == str(first)
     with open(float32.as_float32(str(second)), "rb") as file:
         assert b"split.count" not in file.read()
-
-
-@pytest.mark.parametrize(
-    ("package", "words"),
-    [
-        ("raise RuntimeError('this processor is not supported')", "failed: this processor"),
-        ("import os; os._exit(1)", "ended without an answer"),
-    ],
-)
-def test_a_peer_that_fails_in_its_folder_is_named(package, words, tmp_path):
-    (tmp_path / "llama_cpp.py").write_text(package)
-    with pytest.raises(UserError, match=rf"llamacpp in .* {words}"):
-        folder.contenders("llamacpp", str(tmp_path), Setting("a.gguf", 3, 40, 3, 0, 1.0))
