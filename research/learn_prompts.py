@@ -6,9 +6,10 @@ Sources are functions of Python's standard library, up to the end of their docst
 import ast
 import json
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from research.smollm2.compose import filled
 
 SHIFTS = ("python", "json", "tomatoes")
 WORDS = Path(__file__).parent / "learn_words.json"
@@ -30,8 +31,5 @@ def questions(shift: str, n: int) -> list[str]:
         words["source"] = sorted(set(functions()))
     draw, found = random.Random(shift), dict[str, None]()
     while len(found) < n:
-        text = draw.choice(words[shift])
-        while gap := re.search("{(" + "|".join(words) + ")}", text):
-            text = text[: gap.start()] + draw.choice(words[gap[1]]) + text[gap.end() :]
-        found[text] = None
+        found[filled(draw.choice(words[shift]), words, draw)] = None
     return list(found)
