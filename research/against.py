@@ -21,16 +21,16 @@ from medusa_jax.evaluate.weight_bytes import bytes_per_token
 from medusa_jax.kept_programs import use_compilation_cache
 from medusa_jax.tree.tree import Tree
 from research.bandwidth import read_bandwidth
-from research.peers import NotInstalled, Setting
+from research.peers import Setting
 
-# Name of a peer and its file in `research/peers/`.
+# Name of a peer, its file in `research/peers/`, and what pip installs for it.
 PEERS = {
-    "transformers": "huggingface",
-    "llama.cpp": "llamacpp",
-    "ik_llama.cpp": "ik_llamacpp",
-    "xllamacpp": "xllamacpp",
-    "openvino": "openvino",
-    "vllm_cpu": "vllm_cpu",
+    "transformers": ("huggingface", "'medusa-jax[torch]'"),
+    "llama.cpp": ("llamacpp", "'medusa-jax[llamacpp]'"),
+    "ik_llama.cpp": ("ik_llamacpp", "ik-llama-cpp-python"),
+    "xllamacpp": ("xllamacpp", "xllamacpp"),
+    "openvino": ("openvino", "openvino-genai"),
+    "vllm_cpu": ("vllm_cpu", "vllm-cpu"),
 }
 EXAMPLES = """examples:
   python -m research against --model smollm2 --peers transformers,llama.cpp --limit 16 \\
@@ -115,11 +115,7 @@ def run(flags: Flags) -> int:
     groups = [0] * len(contenders)
     for name in sorted(flags.peers):
         setting = replace(setting, heads=heads.get(name, ""))
-        try:
-            peer = importlib.import_module(f"research.peers.{PEERS[name]}")
-            contenders += peer.contenders(setting)
-        except NotInstalled as error:
-            inform(f"left out: {error}")
+        contenders += contenders_of(name, setting)
         groups += [len(groups)] * (len(contenders) - len(groups))
     bandwidth = read_bandwidth()
     runs = timed_runs(contenders, prompts, flags.repeats)
@@ -146,6 +142,19 @@ def run(flags: Flags) -> int:
     )
     write_report(out, "against", facts, rows, COLUMNS, notes)
     return 0
+
+
+def contenders_of(peer: str, setting: Setting) -> list[Contender]:
+    """The contenders of a peer; none if its package is missing."""
+    file, package = PEERS[peer]
+    try:
+        found: list[Contender] = importlib.import_module(
+            f"research.peers.{file}"
+        ).contenders(setting)
+        return found
+    except ImportError:
+        inform(f"left out: {peer} needs a package: pip install {package}")
+        return []
 
 
 def processors() -> int:

@@ -1,6 +1,6 @@
 """Other engines on the same weights and prompts, timed in runs interleaved with this one.
 
-A peer's file has `contenders(setting)`, which loads its models; `decode` returns exactly `new_tokens`
+A peer's file has `contenders(setting)`, which imports its package and loads its models; `decode` returns exactly `new_tokens`
 greedy tokens, and end-of-text tokens are ignored.
 """
 
@@ -11,10 +11,6 @@ from medusa_jax.evaluate.race import Run
 
 # Tokens that peers draft with heads in a step, in a chain.
 DRAFTED = 4
-
-
-class NotInstalled(UserError):
-    """The package of a peer is missing; the others are compared."""
 
 
 def counted(run: Run, accepted: int) -> Run:

@@ -7,7 +7,7 @@ from typing import Any
 from medusa_jax.api import DEMO
 from medusa_jax.evaluate.race import Contender, Run
 from medusa_jax.files.hub import resolve
-from research.peers import NotInstalled, Setting
+from research.peers import Setting
 
 # Drafts per step of prompt lookup: the default of transformers.
 LOOKED_UP = 10
@@ -28,18 +28,10 @@ class Clock:
 
 
 def contenders(setting: Setting) -> list[Contender]:
-    """Plain decoding and prompt lookup of one model in Hugging Face form.
+    """Plain decoding and prompt lookup of one model in Hugging Face form."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    Raises:
-      UserError: torch is not installed.
-    """
-    try:
-        import torch
-        from transformers import AutoModelForCausalLM, GenerationConfig
-    except ImportError as error:
-        raise NotInstalled(
-            "comparing with transformers needs torch: pip install 'medusa-jax[torch]'"
-        ) from error
     directory = resolve(setting.model or str(DEMO / "backbone"))
     torch.set_num_threads(setting.threads)
     model = AutoModelForCausalLM.from_pretrained(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from medusa_jax.evaluate.race import Contender, Run
-from research.peers import NotInstalled, Setting
+from research.peers import Setting
 from research.peers.float32 import block_type, gguf_file
 
 
@@ -17,17 +17,13 @@ def contenders(setting: Setting) -> list[Contender]:
     The package's `generate` copies all logits in Python, which takes longer than a step; this calls its library.
 
     Raises:
-      UserError: not a GGUF file; ik-llama-cpp-python is not installed.
+      UserError: not a GGUF file.
     """
     setting.refuse_adjusted("ik_llama.cpp")
     path = gguf_file(setting.model)
-    try:
-        import ik_llama_cpp
-        from ik_llama_cpp import _ctypes_api, _internals
-    except ImportError as error:
-        raise NotInstalled(
-            "comparing with ik_llama.cpp needs a package: pip install ik-llama-cpp-python"
-        ) from error
+    import ik_llama_cpp
+    from ik_llama_cpp import _ctypes_api, _internals
+
     llama = ik_llama_cpp.IkLlama(
         path, n_ctx=setting.context, n_threads=setting.threads, verbose=False
     )

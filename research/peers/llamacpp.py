@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run
-from research.peers import NotInstalled, Setting
+from research.peers import Setting
 from research.peers.float32 import as_float32, block_type, gguf_file
 
 
@@ -16,16 +16,12 @@ def contenders(setting: Setting) -> list[Contender]:
     """The GGUF file with weights, keys and values in float32, in its own type, and with prompt lookup.
 
     Raises:
-      UserError: not a GGUF file; llama-cpp-python is not installed or cannot load the file.
+      UserError: not a GGUF file, or one that it cannot load.
     """
     setting.refuse_adjusted("llama.cpp")
     path = gguf_file(setting.model)
-    try:
-        import llama_cpp
-    except ImportError as error:
-        raise NotInstalled(
-            "comparing with llama.cpp needs llama-cpp-python: pip install 'medusa-jax[llamacpp]'"
-        ) from error
+    import llama_cpp
+
     kind, threads = block_type(path), setting.threads
     settings = {"n_ctx": setting.context, "n_threads": threads}
     settings |= {"n_threads_batch": threads, "n_gpu_layers": 0}

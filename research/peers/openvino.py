@@ -9,7 +9,7 @@ import numpy as np
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run
 from medusa_jax.whole_files import Json
-from research.peers import DRAFTED, NotInstalled, Setting, counted
+from research.peers import DRAFTED, Setting, counted
 from research.peers.float32 import block_type, gguf_file
 
 # Tokens that prompt lookup copies at a time, and that it compares to find them: the documentation's.
@@ -21,18 +21,13 @@ def contenders(setting: Setting) -> list[Contender]:
 
     Raises:
       UserError: not a GGUF file; OpenVINO cannot read its blocks.
-      NotInstalled: openvino-genai is not installed.
     """
     setting.refuse_adjusted("OpenVINO")
     folder = setting.heads
     path = os.path.join(folder, "model") if folder else gguf_file(setting.model)
-    try:
-        import openvino
-        import openvino_genai
-    except ImportError as error:
-        raise NotInstalled(
-            "comparing with OpenVINO needs openvino-genai: pip install openvino-genai"
-        ) from error
+    import openvino
+    import openvino_genai
+
     version = openvino_genai.get_version().split("-")[0]
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = (

