@@ -30,13 +30,10 @@ class Divergence:
 
     Attributes:
       position: index of that token among the new ones.
-      ours, theirs: the drafted and the plain token.
       gap: difference of the two best scores (logits, or filtered logits / T + noise).
     """
 
     position: int
-    ours: int
-    theirs: int
     gap: float
 
     def facts(self) -> Json:
@@ -63,14 +60,13 @@ def find_divergence(
     at = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), None)
     if at is None:
         return None
-    pair = [text[at] for text in texts]
-    if NO_TOKEN in pair:
-        return Divergence(at, pair[0], pair[1], math.inf)
+    if NO_TOKEN in [text[at] for text in texts]:
+        return Divergence(at, math.inf)
     text = [*prompt, *theirs[:at]]
-    logits_BV = logits_after(model.backbone, pad_text(text), np.int32(len(text)))
-    scores_BV = scores_of(model, logits_BV, prompt, theirs[:at], option, request)
-    top_2 = np.sort(scores_BV[0])[-2:]
-    return Divergence(at, pair[0], pair[1], float(top_2[1] - top_2[0]))
+    logits_1V = logits_after(model.backbone, pad_text(text), np.int32(len(text)))
+    scores_V = scores_of(model, logits_1V, prompt, theirs[:at], option, request)
+    second, best = np.sort(scores_V)[-2:]
+    return Divergence(at, float(best - second))
 
 
 def pad_text(text: Sequence[int]) -> np.ndarray:
@@ -82,14 +78,14 @@ def pad_text(text: Sequence[int]) -> np.ndarray:
 
 def scores_of(
     model: Model,
-    logits_PV: jax.Array,
+    logits_1V: jax.Array,
     prompt: Sequence[int],
     answer: Sequence[int],
     option: Options,
     request: int,
 ) -> np.ndarray:
-    """Scores [P, V] that decide the token after prompt and new text, from P rows of logits."""
-    text, (P, V) = [*prompt, *answer], logits_PV.shape
+    """Scores [V] that decide the token after prompt and new text, from its logits."""
+    text, V = [*prompt, *answer], logits_1V.shape[1]
     row = model.request([prompt], [option], [request])
     sampling = row_options(row, V).sampling
     penalties = count(
@@ -97,39 +93,34 @@ def scores_of(
     )
     counts_11V = None if penalties is None else penalties.counts_BV[:, None]
     engine = model.engine(tree=Tree.none(), sampled=option.temperature > 0)
-    text_1PS = None
+    text_11S = None
     if engine.no_repeat_ngram_size:
-        text_1PS = jnp.broadcast_to(pad_text(text), (1, P, pad_text(text).shape[1]))
+        text_11S = jnp.asarray(pad_text(text))[None]
     allowed_11W = None
     if row.guides and (guide := row.guides[0]):
         allowed_W = np.zeros(words(V), np.uint32)
         guide.advance(answer)
         guide.fill(allowed_W)
         allowed_11W = jnp.asarray(allowed_W)[None, None]
-    last_1P = jnp.full((1, P), len(text) - 1)
-    places = Places(text_1PS, last_1P, counts_11V, jnp.zeros((1,), jnp.int32), allowed_11W)
-    _, chosen_1PV = adjust(engine, sampling, model.backbone, places, logits_PV[None])
+    last_11 = jnp.full((1, 1), len(text) - 1)
+    places = Places(text_11S, last_11, counts_11V, jnp.zeros((1,), jnp.int32), allowed_11W)
+    _, chosen_11V = adjust(engine, sampling, model.backbone, places, logits_1V[None])
     if option.temperature > 0:
         at_11 = jnp.array([[len(text)]], jnp.int32)
-        noise_11V = gumbel(sampling.key_B, at_11, V, logits_PV.dtype)
-        chosen_1PV = filtered(engine.kernels, chosen_1PV, sampling) + noise_11V
-    return np.asarray(chosen_1PV[0], np.float64)
+        noise_11V = gumbel(sampling.key_B, at_11, V, logits_1V.dtype)
+        chosen_11V = filtered(engine.kernels, chosen_11V, sampling) + noise_11V
+    return np.asarray(chosen_11V[0, 0], np.float64)
 
 
 @jax.jit
 def logits_after(backbone: Backbone, tokens_1S: jax.Array, length: jax.Array) -> jax.Array:
     """Logits [1, V] after `length` tokens, the last of which follows a cached text."""
-    _, cache = whole_text(backbone, tokens_1S)
+    llama, S = backbone.llama, tokens_1S.shape[1]
+    cache = KVCache.zeros(llama.config, 1, S, llama.dtype)
+    _, cache = backbone.read(tokens_1S, cache, jnp.zeros((1,), jnp.int32))
     root_11 = lax.dynamic_slice_in_dim(tokens_1S, length - 1, 1, axis=1)
     before_1 = jnp.broadcast_to(length - 1, (1,)).astype(jnp.int32)
     # Slots from the root on are overwritten or masked, so the cache may hold the whole text.
     root = jnp.zeros((1,), jnp.int32), jnp.ones((1, 1), bool)
     hidden_11D, _ = backbone.read_tree(root_11, *root, cache, before_1)
     return backbone.lm_head(hidden_11D[:, 0])
-
-
-def whole_text(backbone: Backbone, tokens_1S: jax.Array) -> tuple[jax.Array, KVCache]:
-    """Hidden states [1, S, D] of a text, and the cache with it."""
-    llama, S = backbone.llama, tokens_1S.shape[1]
-    cache = KVCache.zeros(llama.config, 1, S, llama.dtype)
-    return backbone.read(tokens_1S, cache, jnp.zeros((1,), jnp.int32))
