@@ -15,6 +15,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.one_step import take_steps, token_labels
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.plots import draw_mask, draw_step, draw_tree
+from medusa_jax.whole_files import Json
 
 EXAMPLES = """examples:
   python -m research walk --dtype float64
@@ -38,10 +39,9 @@ class Flags(ModelFlags):
     )
 
 
-def describe(model: Model, flags: Flags) -> str:
-    """The step as Markdown, with its pictures if they are drawn."""
+def describe(model: Model, flags: Flags, step: Json) -> str:
+    """A step of `take_steps` as Markdown, with its pictures if they are drawn."""
     prompt, n, temperature = flags.prompt, flags.step, flags.temperature
-    step = take_steps(model, prompt, n, temperature, flags.seed)
     tree, scores_MV = model.tree, step["scores"]
     M, accepted = tree.n_nodes, int(step["n"])
     length, n_after = (int(x) for x in step["length"])
@@ -156,10 +156,9 @@ bonus token is the next root.
 """
 
 
-def draw(model: Model, prompt: str, n: int, directory: Path) -> None:
-    """The n-th step as tree.svg, mask.svg and step.svg."""
-    step, tree = take_steps(model, prompt, n), model.tree
-    labels = token_labels(model, step["nodes"])
+def draw(model: Model, step: Json, directory: Path) -> None:
+    """The step as tree.svg, mask.svg and step.svg."""
+    tree, labels = model.tree, token_labels(model, step["nodes"])
     path = step["path"][: int(step["n"]) + 1].tolist()
     [bonus] = token_labels(model, step["root"][1:])
     draw_tree(tree.choices, path=directory / "tree.svg")
@@ -172,9 +171,10 @@ def run(flags: Flags) -> int:
     if flags.step < 1:
         raise UserError(f"--step is at least 1, not {flags.step}")
     model = load_model(flags, needs_heads=True, tree=flags.tree)
-    print(describe(model, flags), end="")
+    step = take_steps(model, flags.prompt, flags.step, flags.temperature, flags.seed)
+    print(describe(model, flags, step), end="")
     if flags.pictures:
-        draw(model, flags.prompt, flags.step, Path(flags.pictures))
+        draw(model, step, Path(flags.pictures))
     return 0
 
 
