@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from medusa_jax.commands.flags import CommandLine, at_least, flag, numbers
-from medusa_jax.devices.chips import CHIPS
+from medusa_jax.devices.chips import CHIPS, Chip
 from medusa_jax.errors import one_of
 from medusa_jax.evaluate.tables import Cell, table_of
 from research.roofline import model as roofline
@@ -55,13 +55,11 @@ def step_of(flags: Flags, batch: int, length: int, queries: int) -> list[rooflin
     return roofline.block_operators(*sizes)
 
 
-def predict(
-    flags: Flags, roofs: roofline.Roofs, batch: int, length: int
-) -> list[roofline.Prediction]:
+def predict(flags: Flags, chip: Chip, batch: int, length: int) -> list[roofline.Prediction]:
     """`roofline.speedups` of all trees up to --most_nodes."""
     curve = roofline.acceleration_of(flags.curve)
     step = partial(step_of, flags, batch, length)
-    return roofline.speedups(roofs, step, curve, range(1, flags.most_nodes + 1))
+    return roofline.speedups(chip, step, curve, range(1, flags.most_nodes + 1))
 
 
 def size_table(rows: Sequence[roofline.Prediction]) -> str:
@@ -102,7 +100,7 @@ def best_table(what: str, rows: Sequence[dict[str, object]]) -> str:
 def run(flags: Flags) -> int:
     one_of("a chip", flags.chip, CHIPS)
     chip = CHIPS[flags.chip]
-    rows = predict(flags, roofline.roofs_of(chip), flags.batch, flags.length)
+    rows = predict(flags, chip, flags.batch, flags.length)
     if flags.json:
         print(json.dumps(dataclasses.asdict(flags) | {"sizes": rows}))
         return 0
@@ -112,14 +110,14 @@ def run(flags: Flags) -> int:
     )
     print(size_table(rows), end="\n\n")
     by_batch = [
-        best_row(str(batch), predict(flags, roofline.roofs_of(chip), batch, flags.length))
+        best_row(str(batch), predict(flags, chip, batch, flags.length))
         for batch in flags.batches
     ]
     print(best_table("batch", by_batch), end="\n\n")
     by_chip = [
         best_row(
             f"{other.title} (ridge {other.ridge:.0f})",
-            predict(flags, roofline.roofs_of(other), flags.batch, flags.length),
+            predict(flags, other, flags.batch, flags.length),
         )
         for other in CHIPS.values()
     ]

@@ -6,7 +6,7 @@ is computed per row of the batch and per key/value head, so its intensity does n
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,17 +19,12 @@ from medusa_jax.tree.files import TreeFile
 
 BF16 = 2  # bytes of a number
 
-# The groups of the paper's figures. The LM head and the draft heads count as wide linear layers.
-QKV, ATTENTION, MLP = "q/k/v/o", "qk/pv", "up/gate/down"
-GROUPS = (QKV, ATTENTION, MLP)
-
 
 @dataclass(frozen=True)
 class Operator:
     """One matrix product; `flops` and `bytes` are per call."""
 
     name: str
-    group: str
     flops: float
     bytes: float
     calls: int = 1
@@ -40,10 +35,10 @@ class Operator:
         return self.flops / self.bytes
 
 
-def linear(name: str, group: str, rows: int, n_in: int, n_out: int) -> Operator:
+def linear(name: str, rows: int, n_in: int, n_out: int) -> Operator:
     """x [rows, n_in] times W [n_in, n_out]."""
     numbers = rows * n_in + n_in * n_out + rows * n_out
-    return Operator(name, group, 2.0 * rows * n_in * n_out, float(BF16 * numbers))
+    return Operator(name, 2.0 * rows * n_in * n_out, float(BF16 * numbers))
 
 
 def attention(
@@ -57,7 +52,7 @@ def attention(
     rows = queries * config.n_heads // G
     numbers = rows * H + length * H + rows * length
     flops = 2.0 * rows * length * H
-    return Operator(name, ATTENTION, batch * G * flops, float(batch * G * BF16 * numbers))
+    return Operator(name, batch * G * flops, float(batch * G * BF16 * numbers))
 
 
 def block_operators(
@@ -68,15 +63,15 @@ def block_operators(
     Q, KV = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     rows, text = batch * queries, (config, batch, queries, length)
     return [
-        linear("q", QKV, rows, D, Q),
-        linear("k", QKV, rows, D, KV),
-        linear("v", QKV, rows, D, KV),
+        linear("q", rows, D, Q),
+        linear("k", rows, D, KV),
+        linear("v", rows, D, KV),
         attention("qk", *text),
         attention("pv", *text),
-        linear("o", QKV, rows, Q, D),
-        linear("up", MLP, rows, D, F),
-        linear("gate", MLP, rows, D, F),
-        linear("down", MLP, rows, F, D),
+        linear("o", rows, Q, D),
+        linear("up", rows, D, F),
+        linear("gate", rows, D, F),
+        linear("down", rows, F, D),
     ]
 
 
@@ -91,10 +86,10 @@ def step_operators(
     D, V = config.d_model, config.vocab_size
     block = block_operators(config, batch, queries, length)
     step = [replace(operator, calls=config.n_layers) for operator in block]
-    step.append(linear("lm_head", MLP, batch * queries, D, V))
+    step.append(linear("lm_head", batch * queries, D, V))
     if queries > 1 and n_heads:
-        step.append(replace(linear("head, hidden", QKV, batch, D, D), calls=n_heads))
-        step.append(replace(linear("head, logits", MLP, batch, D, V), calls=n_heads))
+        step.append(replace(linear("head, hidden", batch, D, D), calls=n_heads))
+        step.append(replace(linear("head, logits", batch, D, V), calls=n_heads))
     return step
 
 
@@ -106,32 +101,12 @@ Acceleration = Callable[[int], float]
 Step = Callable[[int], Sequence[Operator]]
 
 
-@dataclass(frozen=True)
-class Roof:
-    """Latency model: a call takes max(arithmetic time, memory time) + `overhead` seconds."""
-
-    flops: float
-    bandwidth: float
-    overhead: float = 0.0
-
-    def seconds(self, operator: Operator) -> float:
-        """Seconds of all calls of the operator."""
-        bound = max(operator.flops / self.flops, operator.bytes / self.bandwidth)
-        return operator.calls * (self.overhead + bound)
-
-
-# The roof of each group of operators.
-Roofs = Mapping[str, Roof]
-
-
-def roofs_of(chip: Chip) -> Roofs:
-    """The chip's peak figures for all groups: a lower bound on latency."""
-    return dict.fromkeys(GROUPS, Roof(chip.flops, chip.bandwidth))
-
-
-def step_seconds(roofs: Roofs, operators: Iterable[Operator]) -> float:
-    """Seconds of the operators run one after another."""
-    return sum(roofs[operator.group].seconds(operator) for operator in operators)
+def step_seconds(chip: Chip, operators: Iterable[Operator]) -> float:
+    """Seconds of the operators run one after another, at the chip's peak figures: a lower bound."""
+    return sum(
+        operator.calls * max(operator.flops / chip.flops, operator.bytes / chip.bandwidth)
+        for operator in operators
+    )
 
 
 def paper_acceleration(nodes: int) -> float:
@@ -164,13 +139,13 @@ def acceleration_of(curve: str) -> Acceleration:
 
 
 def speedups(
-    roofs: Roofs, step: Step, acceleration: Acceleration, sizes: Iterable[int]
+    chip: Chip, step: Step, acceleration: Acceleration, sizes: Iterable[int]
 ) -> list[Prediction]:
     """Acceleration, latency relative to plain decoding, and speed-up for each tree size."""
-    plain = step_seconds(roofs, step(1))
+    plain = step_seconds(chip, step(1))
     rows = []
     for nodes in sizes:
-        seconds = step_seconds(roofs, step(nodes))
+        seconds = step_seconds(chip, step(nodes))
         tokens = acceleration(nodes)
         rows.append(
             {
