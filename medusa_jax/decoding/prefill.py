@@ -24,7 +24,7 @@ from medusa_jax.heads.drafter import Committed
 from medusa_jax.heads.state import rewind_state
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.programs import program
-from medusa_jax.sharding import Params, PyTree, pin_state
+from medusa_jax.sharding import Params, pin_state
 
 # Prompt tokens per piece: enough that arithmetic outweighs reading the weights on any device, few enough
 # that activations are small compared with the weights.
@@ -108,10 +108,9 @@ def read_piece(
     else:
         zero_B1 = jnp.zeros_like(last_B1)
         none = zero_B1, empty_logprobs(engine, zero_B1)
-        first_B1, logprobs = lax.cond(
-            jnp.any(ends_B), lambda: where_rows(ends_B, first_token(), none), lambda: none
-        )
+        first_B1, logprobs = lax.cond(jnp.any(ends_B), first_token, lambda: none)
     first_B, broken_B = checked(first_B1[:, 0], engine.llama.config.vocab_size)
+    broken_B &= ends_B
     next_BT = jnp.where(is_last_BT, first_B[:, None], next_BT)
     new = Committed(hidden_BTE, tokens_BT, next_BT, position_BT, count_B)
     drafter = rewind_state(state.drafter, jnp.minimum(begin_B, length_B))
@@ -186,12 +185,3 @@ def prefill(
         return read_next(0, state)
     pieces = -(-jnp.max(length_B) // piece)  # those after the longest prompt are skipped
     return lax.fori_loop(0, pieces, read_next, state)
-
-
-def where_rows(rows_B: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Select per row from trees of arrays [B, ...]: `new` where rows_B is True, else `old`."""
-
-    def pick(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(rows_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-
-    return jax.tree.map(pick, new, old)

@@ -290,7 +290,11 @@ def prefilled(engine, variables, monkeypatch, piece):
     monkeypatch.setattr(reading, "PIECE", piece)
     read = jax.jit(partial(reading.prefill.__wrapped__, engine, slots))
     state = read(variables, arrays._replace(prompt_BT=prompt_BT.astype(np.int32)))
-    return visible(state.replace(sampling=None), slots, length)
+    first = {
+        name: jax.tree.map(lambda x: x[:, :1], getattr(state, name))
+        for name in ("tokens_BO", "logprobs")
+    }
+    return visible(state.replace(sampling=None, **first), slots, length)
 
 
 PIECES = some(
