@@ -70,6 +70,7 @@ class Guide:
       first_W: bits of the tokens that may come first.
       patience: bounds the engine's calls.
       error: why the text cannot continue, if a thread failed.
+      begun: the work of its next step and the future of its end, where threads do it (`GuideThreads`).
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Guide:
         self._ends = frozenset(ends)
         self._ordinary_W = ordinary_W
         self.consumed, self.patience, self.error = 0, Patience(), ""
+        self.begun: Any = None
         self.first_W = np.zeros_like(ordinary_W)
         self.possible = self.fill(self.first_W)
 

@@ -1,11 +1,8 @@
 """Threads that compute the tokens which constraints allow, so that one slow row holds up no other."""
 
 import os
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event
-from weakref import WeakKeyDictionary
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from medusa_jax.constraints.guide import Guide
 from medusa_jax.constraints.host_work import RowWork, Works
@@ -15,21 +12,14 @@ from medusa_jax.errors import UserError, first_line
 WAIT_SECONDS = 0.02
 
 
-class WorkCall:
-    """A row's work in a thread, with an event for its end."""
-
-    def __init__(self, work: RowWork) -> None:
-        self.work, self.filled = work, Event()
-
-    def run(self) -> None:
-        """Do the work; an error is stored in the guide."""
-        try:
-            self.work.fill()
-        # A panic of the grammar engine is not an `Exception`.
-        except BaseException as error:
-            prefix = "" if isinstance(error, UserError) else "the grammar engine failed: "
-            self.work.stuck, self.work.guide.error = True, f"{prefix}{first_line(error)}"
-        self.filled.set()
+def fill(work: RowWork) -> None:
+    """Do a row's work; an error is stored in the guide."""
+    try:
+        work.fill()
+    # A panic of the grammar engine is not an `Exception`.
+    except BaseException as error:
+        prefix = "" if isinstance(error, UserError) else "the grammar engine failed: "
+        work.stuck, work.guide.error = True, f"{prefix}{first_line(error)}"
 
 
 class GuideThreads:
@@ -44,27 +34,26 @@ class GuideThreads:
     def __init__(self, wake: Callable[[], None]) -> None:
         threads = max(1, (os.cpu_count() or 1) // 2)
         self._pool, self._wake = ThreadPoolExecutor(threads, "guides"), wake
-        self._calls: WeakKeyDictionary[Guide, WorkCall] = WeakKeyDictionary()
 
     def filled(self, works: Works) -> Works:
         """Start the work; return the rows whose work is ready in time."""
         for work in works.values():
-            call = self._calls.get(work.guide)
-            if not call or not work.repeats(call.work):
-                self._calls[work.guide] = call = WorkCall(work)
-                self._pool.submit(call.run).add_done_callback(lambda _: self._wake())
-        end, ready = time.monotonic() + WAIT_SECONDS, {}
+            begun = work.guide.begun
+            if not begun or not work.repeats(begun[0]):
+                end = self._pool.submit(fill, work)
+                work.guide.begun = work, end
+                end.add_done_callback(lambda _: self._wake())
+        wait([work.guide.begun[1] for work in works.values()], WAIT_SECONDS)
+        ready = {}
         for row, work in works.items():
-            call = self._calls[work.guide]
-            if call.filled.wait(max(0.0, end - time.monotonic())):
-                ready[row] = call.work
-                del self._calls[work.guide]
+            begun, end = work.guide.begun
+            if end.done():
+                ready[row], work.guide.begun = begun, None
         return ready
 
     def late(self, guide: Guide) -> bool:
         """Whether a row's work is unfinished, so that it cannot take a step yet."""
-        call = self._calls.get(guide)
-        return call is not None and not call.filled.is_set()
+        return bool(guide.begun and not guide.begun[1].done())
 
     def close(self) -> None:
         """Cancel work that has not started."""
