@@ -39,7 +39,9 @@ def load(name, *more):
 def test_recipes_are_sound_and_say_how_they_are_run(name):
     cfg = load(name)
     assert isinstance(cfg, Config)
-    cfg.model.path = cfg.model.path and "not/here"  # a dry run of it has the shape of `model.arch`
+    cfg.model.path = (
+        cfg.model.path and "not/here"
+    )  # a dry run of it has the shape of `model.arch`
     RunPlan(cfg, make_mesh(), dry=True)
     said = ast.get_docstring(ast.parse((ROOT / "configs" / f"{name}.py").read_text())) or ""
     assert f"python train.py --config=configs/{name}.py" in said
