@@ -164,7 +164,7 @@ def test_a_shared_lm_head_is_read_in_columns(
 
 
 def test_fields_of_a_spec_make_the_tree(directory):
-    assert load(directory, "prompt_lookup:tokens=4:ngram=2").tree == Tree.chain(4)
+    assert load(directory, "prompt_lookup:tokens=4").tree == Tree.copies(4)
 
 
 def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
@@ -184,9 +184,9 @@ def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
     [
         ("draft_model", "--drafter draft_model:PATH"),
         ("draft_model:", "--drafter draft_model:PATH"),
-        ("prompt_lookup:ngram=two", "the fields ngram, tokens, not 'ngram=two'"),
-        ("prompt_lookup:ngram=0", "ngram is from 1"),
-        ("prompt_lookup:ngram=2:ngram=3", "ngram is given twice"),
+        ("prompt_lookup:tokens=two", "the fields tokens, not 'tokens=two'"),
+        ("prompt_lookup:tokens=0", "tokens is from 1"),
+        ("prompt_lookup:tokens=2:tokens=3", "tokens is given twice"),
     ],
 )
 def test_bad_specs(spec, message, directory):

@@ -18,6 +18,7 @@ from medusa_jax.api.dialogue import Dialogue
 from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.decoding import chunk_clock
 from medusa_jax.decoding.chunk_clock import ChunkClock
+from medusa_jax.decoding.copies import NGRAM, REPEATS
 from medusa_jax.decoding.generation import begin
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.tree_size.costs import StepCosts
@@ -133,7 +134,7 @@ def test_sizes_are_nested(directory, drafter, nodes, free):
     ("drafter", "nodes", "device", "form"),
     [
         ("{directory}/own", 6, "cpu", {}),
-        ("prompt_lookup", 13, "cpu", {}),
+        ("prompt_lookup", 3, "cpu", {}),
         ("none", 3, "cpu", {}),
         ("{directory}/heads", 4, "cpu", {"weights": "int8"}),  # narrow: the small tree
         ("{directory}/heads", 10, "gpu", {}),  # the file was fitted to another device
@@ -210,9 +211,9 @@ def test_plain_steps_count_how_often_a_copy_would_be_right(directory, free, cost
 
 
 def copies(text, length):
-    """What followed the first occurrence of the last three or two tokens, repeated as often as needed; [] for none."""
-    for n in (3, 2):
-        for end in range(n, len(text)):
+    """What followed the latest occurrence of the last eight to two tokens, repeated as often as needed; [] for none."""
+    for n in range(NGRAM, REPEATS - 1, -1):
+        for end in range(len(text) - 1, n - 1, -1):
             if text[end - n : end] == text[-n:]:
                 return list(itertools.islice(itertools.cycle(text[end:]), length))
     return []
@@ -267,7 +268,7 @@ def test_where_the_tree_stays_the_same(directory, free, monkeypatch):
 
     assert chooses() and chooses(tree="auto") and chooses(acceptance="sampled")
     assert chooses(load(directory))
-    assert not chooses(tree="chain:3") and not chooses(tree="none")
+    assert not chooses(tree="copy:3") and not chooses(tree="none")
     assert not chooses(acceptance="typical") and not chooses(acceptance="rejection")
     assert not chooses(load(directory, "prompt_lookup", dtype="bfloat16"))
     for tree in ("bundled", "3", "chain:2"):

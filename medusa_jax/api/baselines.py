@@ -1,6 +1,6 @@
 """Drafters that need no heads on disk, as `--drafter` names them.
 
-prompt_lookup                      optionally with fields: prompt_lookup:tokens=4:ngram=2
+prompt_lookup                      optionally with a field: prompt_lookup:tokens=4
 module:Class                       a drafter without heads from another package, optionally with fields
 draft_model:PATH                   any smaller model with the same tokenizer
 draft_model                        the bundled one, as with the demo

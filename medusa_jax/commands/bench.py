@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   medusa bench
   medusa bench --drafters hydra,medusa --trees auto,64 --limit 8
-  medusa bench --drafters medusa@8,prompt_lookup@chain:3 --limit 16
+  medusa bench --drafters medusa@8,prompt_lookup@copy:3 --limit 16
   medusa bench --drafters hydra --batches 1,2,4,8
   medusa bench --model path/to/model --drafters path/to/heads,none \\
       --prompts question.jsonl

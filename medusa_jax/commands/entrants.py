@@ -51,7 +51,7 @@ def default_names(model: str | None) -> list[str]:
     from medusa_jax.api.bundles import bundled_draft_model, bundled_heads
 
     draft_model = ["draft_model"] if bundled_draft_model(model) else []
-    return [*bundled_heads(model), *draft_model, "prompt_lookup"]
+    return [*bundled_heads(model), *draft_model, "prompt_lookup@auto"]
 
 
 def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterator[Entrant]:

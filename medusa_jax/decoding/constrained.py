@@ -29,7 +29,6 @@ from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.decoding.token_sets import ALL, words
-from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.host_calls import HostFunction
 from medusa_jax.programs import program
@@ -49,12 +48,9 @@ def with_runs(engine: Engine, heads: bool) -> Engine:
     drafter, tree = engine.drafter, engine.tree.drafted
     if not tree.depth or engine.rule.by_drafts:
         return engine
-    few, many = FEW, MANY
-    if isinstance(drafter, CopiesText):  # the chain that it copies
-        heads, few, many = False, tree.depth, max(tree.depth, MANY)
     if not heads:
         drafter, tree = no_drafter(engine.llama.config), Tree.none()
-    sizes = tree.with_copies(few), tree.with_copies(many)
+    sizes = tree.with_copies(FEW), tree.with_copies(MANY)
     # Where one launch runs many steps, a step's time grows with its nodes: take the short chain.
     short, tree = (None, sizes[0]) if calls_host(engine) else sizes
     return replace(engine, drafter=drafter, tree=tree, short=short, gated=())

@@ -3,8 +3,8 @@
 Plain steps draft nothing, so the drafter need not read their positions at once: they are *deferred*, and the
 drafter reads up to `DEFERRED` of them in one pass, at the latest before a step that drafts.
 
-A drafter that copies text knows before a step how long its match is. If that is below `least_match`, the step is plain
-and the gate does not count it.
+If the whole tree is copied from the text, a step knows how long its match is. If that is below `REPEATS`, the step is
+plain and the gate does not count it.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from medusa_jax.decoding.copies import REPEATS, copied_tokens
 from medusa_jax.decoding.state import DEFERRED, DecodeState, Engine
 from medusa_jax.decoding.step import decode_step
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.heads.drafter import Committed, Drafter, NoDrafter
-from medusa_jax.heads.optional import CopiesText
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import Params, PyTree, pin_state
 
@@ -114,7 +114,10 @@ def gated_step(
     gate = state.gate
     assert gate is not None
     running_B = state.status_B == RUNNING
-    may_draft = ~gate.has_plain | match_is_worth(engine, state, running_B)
+    only_copies, may_draft = not engine.tree.drafted.depth, jnp.array(True)
+    if only_copies:
+        _, match_B = next_copied(state)
+        may_draft = ~gate.has_plain | jnp.any(running_B & (match_B >= REPEATS))
     chosen = jnp.where(may_draft, gate.index_1[0], 0)
     is_full = jnp.any(deferred.n_B == DEFERRED)
     state, deferred = caught_up(engine, variables, state, deferred, is_full | (chosen > 0))
@@ -123,15 +126,16 @@ def gated_step(
     rest = jnp.clip(gate.rest_1[0], 1, DEFERRED - jnp.max(deferred.n_B))
     for index, tree in enumerate(engine.gated):
         sized = replace(engine, tree=tree, gated=())
-        tests = sized.tree.depth > 0 or isinstance(engine.drafter, CopiesText)
+        tests = only_copies or sized.tree.depth > 0
 
         def is_due(carry: StepResult, index: int = index, tests: bool = tests) -> jax.Array:
             due = (chosen == index) & (carry.taken < (1 if tests else rest))
             return due if tests else due & more(carry.taken, carry.state)
 
         def one_step(carry: StepResult, sized: Engine = sized) -> StepResult:
-            with_size = step_with if sized.tree.depth else plain_step
-            return with_size(sized, variables, carry)
+            if sized.tree.depth:
+                return step_with(sized, variables, carry)
+            return (testing_step if only_copies else plain_step)(sized, variables, carry)
 
         result = lax.while_loop(is_due, one_step, result)
     after = gate.after_step(result.accepted_B, result.levels, running_B, result.taken)
@@ -140,12 +144,10 @@ def gated_step(
     return result._replace(state=result.state.replace(gate=gate))
 
 
-def match_is_worth(engine: Engine, state: DecodeState, running_B: jax.Array) -> jax.Array:
-    """Whether a row's match is long enough to draft; True for drafters that do not copy."""
-    if not isinstance(engine.drafter, CopiesText):
-        return jnp.array(True)
-    _, match_B = engine.drafter.copied(state.drafter, state.root_B, 1)
-    return jnp.any(running_B & (match_B >= engine.drafter.least_match))
+def next_copied(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+    """The token to copy next in each row [B, 1], and how many tokens matched [B], 0 for none."""
+    assert state.text_BS is not None  # `Engine.keeps_text`
+    return copied_tokens(state.text_BS, state.length_B, 1, state.predicted_BP)
 
 
 def step_with(engine: Engine, variables: Params, before: StepResult) -> StepResult:
@@ -159,16 +161,7 @@ def step_with(engine: Engine, variables: Params, before: StepResult) -> StepResu
 
 
 def plain_step(engine: Engine, variables: Params, before: StepResult) -> StepResult:
-    """A step without drafts, whose position is deferred.
-
-    A drafter that copies text reads it now, and its first draft, which costs nothing, is tested for the gate.
-    """
-    if isinstance(engine.drafter, CopiesText):
-        old, result = before.state, step_with(engine, variables, before)
-        draft_B1, match_B = engine.drafter.copied(old.drafter, old.root_B, 1)
-        is_right_B = (match_B > 0) & (draft_B1[:, 0] == result.state.root_B)
-        accepted_B = is_right_B.astype(jnp.int32)
-        return result._replace(accepted_B=accepted_B, levels=jnp.array(1, jnp.int32))
+    """A step without drafts, whose position is deferred."""
     stand_in = Deferring(engine.drafter.heads, engine.drafter.llama, engine.drafter)
     result = step_with(replace(engine, drafter=stand_in), variables, before)
     new, deferred = result.state.drafter, before.deferred
@@ -186,3 +179,12 @@ def plain_step(engine: Engine, variables: Params, before: StepResult) -> StepRes
     deferred = pin_state(engine.llama.mesh, rows)
     state = result.state.replace(drafter=before.state.drafter)
     return result._replace(state=state, deferred=deferred)
+
+
+def testing_step(engine: Engine, variables: Params, before: StepResult) -> StepResult:
+    """A step without drafts; the token that would be copied first, which costs nothing, is tested for the gate."""
+    copied_B1, match_B = next_copied(before.state)
+    result = step_with(engine, variables, before)
+    is_right_B = (match_B > 0) & (copied_B1[:, 0] == result.state.root_B)
+    accepted_B = is_right_B.astype(jnp.int32)
+    return result._replace(accepted_B=accepted_B, levels=jnp.array(1, jnp.int32))

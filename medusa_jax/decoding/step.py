@@ -14,7 +14,6 @@ from medusa_jax.decoding.places import adjust, after_nodes, after_text
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.stopping import BROKEN, RUNNING, count_until_end
 from medusa_jax.heads.drafter import Committed, DraftRequest, Proposal, Ranked
-from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.kernels import Kernels
@@ -183,7 +182,7 @@ def accept(
         path_BL1 = accepted.path_BL[..., None]
         logits_BLV = jnp.take_along_axis(reported_BMV, path_BL1, axis=1)
         logprobs = logprobs_of(logits_BLV, emitted_BL, engine.logprobs)
-    copied_M = jnp.asarray(tree.copied_M) | isinstance(engine.drafter, CopiesText)
+    copied_M = jnp.asarray(tree.copied_M)
     copied_BL = jnp.roll(copied_M[accepted.path_BL], -1, axis=1)
     return Outcome(*accepted, emitted_BL, copied_BL, logprobs, broken_B)
 

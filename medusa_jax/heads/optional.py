@@ -10,7 +10,7 @@ import jax
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Drafter, TextRows
 from medusa_jax.model.backbone import Backbone
-from medusa_jax.sharding import Params, PyTree
+from medusa_jax.sharding import Params
 
 
 @runtime_checkable
@@ -55,23 +55,6 @@ class SupportsInduction(Protocol):
         self, params: Params, backbone: Backbone, rows: TextRows
     ) -> tuple[jax.Array, jax.Array]:
         """Rotated queries [B, T, N, H] and keys [B, G, T, H] of that layer; row t reads tokens up to t + 1."""
-
-
-@runtime_checkable
-class CopiesText(Protocol):
-    """All drafts are tokens of the text so far: they count as copied, and cost nothing.
-
-    Attributes:
-      least_match: tokens that have to match for drafts to be worth their step.
-    """
-
-    @property
-    def least_match(self) -> int: ...
-
-    def copied(
-        self, state: PyTree, root_B: jax.Array, n: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """The n tokens to copy after the root [B, n], and how many tokens matched [B], 0 for none."""
 
 
 def loss_view(drafter: Drafter, levels: int = 1) -> Drafter:

@@ -43,7 +43,7 @@ def test_bench_races_drafters_and_trees(files, tmp_path, capsys):
 def test_an_automatic_tree_is_raced_as_decode_runs_it(files, monkeypatch):
     """The model chooses in every step; a tree by name is fixed."""
     flags = bench.Flags(model=str(files[0]), draft_weights="float32")
-    names = [f"{files[0]}/heads@auto,chain:1", "prompt_lookup", "none@none"]
+    names = [f"{files[0]}/heads@auto,chain:1", "prompt_lookup@auto", "none@none"]
     entrant, *others = load_entrants(flags, names, "chain:2")
     assert [draft_weights(e.model, "greedy") for e in others] == [None, None]
     asked = []

@@ -20,7 +20,6 @@ from medusa_jax.decoding.acceptance import Accepted, targets
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.decoding.state import Engine
-from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.kernels.cpu import CpuKernels
@@ -87,15 +86,14 @@ def joint_law(setting):
     return joint
 
 
-def draws(acceptance, setting, tree=TREE, batches=BATCHES, ids=(), baseline=None, **other):
+def draws(acceptance, setting, tree=TREE, batches=BATCHES, ids=(), **other):
     """First three tokens of many rows, and how often drafts were accepted.
 
-    baseline: a drafter in the place of the heads.
     other: `seed` of all rows, which have their own by default; `mark`: as many ends more that are never met, so
       that a patched function is compiled again.
     """
     _, _, llama, drafter, variables = model(ids)
-    engine = Engine(llama, baseline or drafter, tree, acceptance)
+    engine = Engine(llama, drafter, tree, acceptance)
     ends = [[100 + i for i in range(1 + other.get("mark", 0))]] * ROWS
     fields = {k: [v] * ROWS for k, v in SETTINGS[setting].items()}
     tokens, histogram = [], 0
@@ -124,15 +122,6 @@ def test_three_tokens_have_the_models_joint_law(acceptance, setting, ids):
     assert agrees(counts, law)
     assert total_variation(counts, law) < FAR
     assert (lengths > 0.05).all(), lengths  # drafts of every depth took part
-
-
-def test_tokens_that_are_given_are_judged_by_the_verifier_alone():
-    """Prompt lookup has no scores: the first of its tokens counts with all mass, then the next."""
-    config, *_ = model()
-    baseline = make_drafter(PromptLookupConfig(tokens=2, ngram=1), config)
-    tokens, lengths = draws("rejection", "temperature", batches=1, baseline=baseline)
-    assert agrees(law_of(tokens, V), joint_law("temperature"))
-    assert lengths[1] > 0.05
 
 
 def one_noise(key_B, positions_BL, vocab, dtype):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from planted import decoded
 from tiny import decoder, random_params, tiny_arch
-from trees import random_tree
 
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
@@ -18,7 +17,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.draft_model import DraftModelConfig
 from medusa_jax.heads.drafter import DraftRequest, Ranked
 from medusa_jax.heads.names import BASELINES
-from medusa_jax.heads.prompt_lookup import PromptLookup, PromptLookupConfig, TextState
+from medusa_jax.heads.prompt_lookup import PromptLookup, PromptLookupConfig
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.llama import Llama
@@ -40,76 +39,11 @@ def test_a_drafter_that_drafts_nothing_is_refused(monkeypatch):
         make_drafter(PromptLookupConfig(tokens=0), CONFIG)
 
 
-# Prompt lookup.
-
-
-def matches_of(text, ngram):
-    """Where the text's end stood before: the places after it, longest first, then from the left."""
-    found = []
-    for size in range(min(ngram, len(text) - 1), 0, -1):
-        for begin in range(size, len(text)):
-            if text[begin - size : begin] == text[-size:] and begin not in found:
-                found.append(begin)
-    return found
-
-
-def draft_by_hand(text, tree, ngram):
-    """Tokens of the tree's nodes, in plain Python."""
-    chain = [text[-1]] * tree.depth
-    for begin in matches_of(text, ngram)[:1]:
-        chain = (text[begin:] * (1 + tree.depth))[: tree.depth]
-    return [text[-1] if any(c) else chain[len(c) - 1] for c in tree.choices]
-
-
-def drafted(drafter, tree, texts, slots=40):
-    """Nodes of a tree after each text, whose last token is the root; after a text comes what must not count."""
-    _, llama, backbone = model()
-    text_BS = np.full((len(texts), slots), 3, np.int32)
-    for row, text in enumerate(texts):
-        text_BS[row, : len(text) - 1] = text[:-1]
-    lengths, roots = np.array([(len(t) - 1, t[-1]) for t in texts], np.int32).T
-    propose = family.proposed_logits(drafter, Backbone(llama, backbone), tree)
-    return np.asarray(propose({}, TextState(lengths, text_BS), roots)[0])
-
-
-def random_texts(seed, rows=30, vocab=3):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, vocab, n).tolist() for n in rng.integers(1, 30, rows)]
-
-
-def lookup(**fields):
-    return make_drafter(PromptLookupConfig(tokens=4, **fields), CONFIG)
-
-
-def test_prompt_lookup_drafts_the_first_of_the_longest_matches():
-    filled = 0
-    for seed, ngram in ((0, 3), (1, 1)):
-        tree = random_tree(np.random.default_rng(seed), 12, 4, max_rank=2)
-        texts = random_texts(seed)
-        for text, nodes in zip(texts, drafted(lookup(ngram=ngram), tree, texts)):
-            expected = draft_by_hand(text, tree, ngram)
-            assert nodes.tolist() == [text[-1], *expected], text
-            filled += sum(t != text[-1] for t in expected)
-    assert filled > 30
-
-
-@pytest.mark.parametrize("ngram", [1, 2, 3])
-def test_a_chain_is_what_transformers_looks_up(ngram):
-    torch = pytest.importorskip("torch")
-    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-
-    theirs = PromptLookupCandidateGenerator(None, 4, ngram, max_length=1000)
-    texts = [text for text in random_texts(2, 60, vocab=6) if len(text) > 1]
-    lengths = []
-    for text, nodes in zip(texts, drafted(lookup(ngram=ngram), Tree.chain(4), texts)):
-        ids, _ = theirs.get_candidates(torch.tensor([text]))
-        chosen = ids[0, len(text) :].tolist()
-        # Theirs ends with the text, ours goes on.
-        assert nodes[1 : 1 + len(chosen)].tolist() == chosen
-        begins = matches_of(text, ngram)
-        assert len(chosen) == (min(4, len(text) - begins[0]) if begins else 0)
-        lengths.append(len(chosen))
-    assert set(lengths) >= {0, 1, 4}
+def test_prompt_lookup_only_copies():
+    drafter = make_drafter(PromptLookupConfig(tokens=4), CONFIG)
+    assert drafter.default_tree == Tree.copies(4)
+    with pytest.raises(UserError, match="only copies"):
+        drafter.check_tree(Tree.from_choices([[0], [-1]]))
 
 
 # The draft model.

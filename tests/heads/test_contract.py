@@ -258,7 +258,8 @@ def engine_of(name, acceptance):
         stored = Backbone(Llama(config, jnp.float64), params)
         drafter, heads = family.drafter_of(family.small_heads(name), stored, seed=3)
     variables = {"backbone": backbone, "heads": heads}
-    return Engine(llama, drafter, WIDE, acceptance), variables
+    tree = drafter.default_tree if name == "prompt_lookup" else WIDE
+    return Engine(llama, drafter, tree, acceptance), variables
 
 
 @pytest.mark.parametrize("name, acceptance", some(product(ALL, RULES), *ONCE))

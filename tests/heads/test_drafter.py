@@ -70,7 +70,7 @@ NOT_SIZES = r"heads\.attention_heads 4, .* do not fit together"
         (DFlashConfig(mask_token=23), "heads.mask_token is from -1 to 22, not 23"),
         (DFlashConfig(n_taps=0), "heads.n_taps is from 1"),
         (DFlashConfig(confidence=True), "heads.markov_rank is from 1"),
-        (PromptLookupConfig(ngram=0), "prompt_lookup: ngram is from 1"),
+        (PromptLookupConfig(tokens=0), "prompt_lookup: tokens is from 1"),
         (DraftModelConfig(gamma=0, arch=CONFIG), "gamma is from 1 to 16, not 0"),
     ],
 )
