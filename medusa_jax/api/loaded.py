@@ -17,7 +17,6 @@ from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError, between, one_of
-from medusa_jax.heads.drafter import NoDrafter
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.convert import decoder
@@ -96,7 +95,7 @@ class LoadedModel:
     @property
     def has_drafter(self) -> bool:
         """Whether the model has heads, or a drafter that needs none."""
-        return not isinstance(self.drafter, NoDrafter)
+        return self.drafter.name != "none"
 
     def drafts_by(self, tree: Tree | None = None) -> str:
         """`drafted_by` this drafter (default: the model's tree)."""

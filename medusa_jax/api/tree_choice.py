@@ -12,7 +12,7 @@ from medusa_jax.api.form import Form
 from medusa_jax.api.loaded_drafter import LoadedDrafter
 from medusa_jax.arch import STORED
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Drafter, NoDrafter
+from medusa_jax.heads.drafter import Drafter
 from medusa_jax.measured import device_mark
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree.files import TreeFile, parse_tree
@@ -52,7 +52,7 @@ class TreeChoice:
         Raises:
           UserError: no tree, or one that is deeper than the number of heads.
         """
-        if isinstance(opened.drafter, NoDrafter):
+        if opened.drafter.name == "none":
             plain = cls(Tree.none())
             return replace(plain, tree=plain.parse(spec, has_drafter=False))
         drafter, platform = opened.drafter, jax.default_backend()

@@ -233,10 +233,6 @@ class NoDrafter(Drafter):
     """
 
     @property
-    def name(self) -> str:
-        return "none"
-
-    @property
     def default_tree(self) -> Tree:
         return Tree.none()
 

@@ -8,14 +8,10 @@ drafter has no guesses of its own.
 import dataclasses
 from dataclasses import dataclass
 
-from jax.typing import DTypeLike
-
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError, between
-from medusa_jax.heads.drafter import Committed, DraftRequest, Params, Proposal
+from medusa_jax.heads.drafter import NoDrafter
 from medusa_jax.heads.untrained import Untrained
-from medusa_jax.model.backbone import Backbone
-from medusa_jax.sharding import PyTree
 from medusa_jax.tree.tree import MOST_DEEP, Tree
 
 
@@ -29,7 +25,7 @@ class PromptLookupConfig(HeadsConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup(Untrained):
+class PromptLookup(Untrained, NoDrafter):
     """No parameters and no state."""
 
     heads: PromptLookupConfig
@@ -50,16 +46,3 @@ class PromptLookup(Untrained):
     def check_tree(self, tree: Tree) -> None:
         if tree.drafted.depth:
             raise UserError(f"{self.name} only copies: choose a tree such as --tree copy:4")
-
-    def start(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[()]:
-        return ()
-
-    def commit(
-        self, params: Params, backbone: Backbone, state: PyTree, new: Committed
-    ) -> PyTree:
-        return state
-
-    def propose(
-        self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
-    ) -> Proposal:
-        return Proposal(request.root_B[:, None])

@@ -115,4 +115,4 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
 
 def no_drafter(llama: LlamaConfig) -> Drafter:
     """The drafter of plain decoding; equal for all models of one shape."""
-    return NoDrafter(HeadsConfig(), llama)
+    return NoDrafter(HeadsConfig(drafter="none"), llama)
