@@ -64,7 +64,7 @@ Nodes = Tree | TreeArrays
 
 
 def continuations(
-    text_BS: jax.Array, last_B: jax.Array, ngram: int, n: int, *, latest: bool = False
+    text_BS: jax.Array, last_B: jax.Array, n: int, *, latest: bool
 ) -> tuple[jax.Array, jax.Array]:
     """The continuation of the longest match for the end of each text.
 
@@ -77,12 +77,12 @@ def continuations(
     """
     S = text_BS.shape[1]
     begin_1S, last_B1 = jnp.arange(S)[None, :], last_B[:, None]
-    padded_BS = jnp.pad(text_BS, ((0, 0), (ngram, 0)), constant_values=-1)
+    padded_BS = jnp.pad(text_BS, ((0, 0), (NGRAM, 0)), constant_values=-1)
     # length[s]: number of tokens before s that equal those at the end of the text.
     length_BS = jnp.zeros(text_BS.shape, jnp.int32)
     matching_BS = begin_1S <= last_B1
-    for back in range(ngram):
-        at = ngram - back
+    for back in range(NGRAM):
+        at = NGRAM - back
         token_BS = padded_BS[:, at - 1 : at - 1 + S]
         tail_B1 = jnp.take_along_axis(padded_BS, last_B1 + at, axis=1)
         matching_BS &= (token_BS == tail_B1) & (token_BS >= 0)
@@ -110,7 +110,7 @@ def copied_tokens(
       root_at_B: index of the last valid token, which is repeated if nothing matches.
       predicted_BP: as in `DecodeState`; preferred unless a match in the text is longer.
     """
-    copies_BL, length_B = continuations(text_BS, root_at_B, NGRAM, n, latest=True)
+    copies_BL, length_B = continuations(text_BS, root_at_B, n, latest=True)
     root_B1 = jnp.take_along_axis(text_BS, root_at_B[:, None], axis=1)
     copies_BL = jnp.where((length_B > 0)[:, None], copies_BL, root_B1)
     if predicted_BP is None:
@@ -121,7 +121,7 @@ def copied_tokens(
         tail_BN = jnp.take_along_axis(text_BS, jnp.maximum(at_BN, 0), axis=1)
         searched_BS = jnp.concatenate([predicted_BP, tail_BN], axis=1)
         last_B = jnp.full_like(root_at_B, searched_BS.shape[1] - 1)
-        others_BL, others_B = continuations(searched_BS, last_B, NGRAM, n, latest=False)
+        others_BL, others_B = continuations(searched_BS, last_B, n, latest=False)
         others_BL = jnp.where(others_BL < 0, root_B1, others_BL)
         better_B = (others_B > 0) & (others_B >= length_B)
         tokens_BL = jnp.where(better_B[:, None], others_BL, copies_BL)
