@@ -14,7 +14,7 @@ from medusa_jax.evaluate.race import Contender, Run
 from medusa_jax.training.data.rows import write_tokens
 from research import against
 from research.family import command as family
-from research.peers import NotInstalled, huggingface, llamacpp, xllamacpp
+from research.peers import huggingface, llamacpp, xllamacpp
 from research.recipes import command as recipes
 from research.recipes import text
 
@@ -61,7 +61,7 @@ def places(tmp_path, monkeypatch):
         made = [Contender(name, lambda prompt, run=run: run, "F32")]
         monkeypatch.setattr(peer, "contenders", lambda setting, made=made: made)
     # One whose package is missing does not end the comparison.
-    missing = Mock(side_effect=NotInstalled("needs a package"))
+    missing = Mock(side_effect=ImportError("no such package"))
     monkeypatch.setattr(xllamacpp, "contenders", missing)
     return tmp_path
 
