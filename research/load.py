@@ -61,7 +61,7 @@ CURVES: dict[str, Cost] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What load does to drafts, simulated, with the rule that `serve` takes sizes by."""
+    """Simulate the rule by which `serve` chooses the size of the tree under load."""
 
     rows: tuple[int, ...] = flag("rows", (1, 2, 4, 8, 16, 32), type=numbers(least=1))
     answers: int = flag("answers of all clients", 800, type=at_least(1))

@@ -17,10 +17,11 @@ from medusa_jax.tree.tree import MOST_DEEP, Tree
 
 @dataclass(unsafe_hash=True)
 class PromptLookupConfig(HeadsConfig):
-    """The length of the chain; 10 tokens is the default of transformers."""
+    """Fields of prompt lookup."""
 
     drafter: str = "prompt_lookup"
     lm_head: str = "shared"
+    # Tokens of the copied chain; 10 is the default of transformers.
     tokens: int = 10
 
 
