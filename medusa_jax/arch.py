@@ -24,7 +24,7 @@ DRAFT_WEIGHTS = WEIGHTS[1:]
 ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")
 MLP_ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 Above0 = Annotated[float, AtLeast(1e-30)]
-# Fields of layers unlike Llama's.
+# Fields that make layers unlike Llama's; in the layers of drafters they have their defaults.
 UNLIKE_LLAMA = (
     "rope_dim", "rope_window_theta", "rotated_layers", "sliding_window", "window_layers", "qk_norm_full",
     "pre_norm", "post_norm", "activation", "gated_mlp", "embedding_multiplier", "residual_multiplier",

@@ -33,7 +33,7 @@ LAST = 5
 UNSEEN: Any = object()
 # XLA uses several threads for a part of each compilation only, so two at a time are faster.
 compiling = ThreadPoolExecutor(2)
-# Blocks of `without_cache` that run.
+# Number of `without_cache` blocks that run now, and its lock.
 blocks, counting = [0], threading.Lock()
 
 

@@ -30,7 +30,7 @@ from medusa_jax.devices.machine import processor
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import read_text, remove_abandoned, replacing, write_text
 
-# Gigabytes of files of a kind; those that were used least recently make room.
+# Most gigabytes of a kind of files; the least recently used make room.
 LIMIT, GIGABYTES = "MEDUSA_JAX_CACHE_LIMIT", 20.0
 START, MAGIC, ALIGNED = struct.Struct("<8sQ32s"), b"medusa 1", 64
 # Files of a smaller model are converted quickly.

@@ -125,6 +125,6 @@ def asks() -> bool:
 
 
 def attends(head_dim: int) -> bool:
-    """Whether `layer` takes heads of this size: whole vectors."""
+    """Whether the native layer takes heads of this size: only whole vectors."""
     native = library()
     return native is not None and bool(native.call("medusa_attends", head_dim))

@@ -25,7 +25,7 @@ class ProgressBar(tqdm):
     ) -> None:
         """Begin; `done` of `total` were done before. With `shown` false nothing is printed."""
         self.what, self.noun, self.before, self.done, self.note = what, unit, done, done, ""
-        self.begun = 0.0  # work on unfinished units, in units
+        self.begun = 0.0  # work on units that have not ended, in units
         self.began = self.told = time.perf_counter()
         self.shown, self.ended = shown, threading.Event()
         if done and shown:

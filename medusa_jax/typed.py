@@ -107,7 +107,9 @@ Returned = TypeVar("Returned")
 def checked_arguments(
     options: Sequence[str] = (), types: bool = True
 ) -> Callable[[Callable[Arguments, Returned]], Callable[Arguments, Returned]]:
-    """Decorator: an unknown keyword argument is a UserError with the nearest one, others are read by `read`.
+    """Decorator: reads arguments as their annotated types (`read`).
+
+    An unknown keyword is a `UserError` that names the nearest one.
 
     Args:
       options: names that belong into the function's `Options`.

@@ -38,7 +38,7 @@ from research.against import processors
 from research.peers import Setting, xllamacpp
 from research.peers.float32 import gguf_file
 
-# Rows of each server, bounds of new tokens and most tokens of a prompt.
+# SLOTS: requests answered at a time. NEW: least and most new tokens. PROMPT: most tokens of a prompt.
 SLOTS, NEW, PROMPT = 8, (64, 96), 160
 COLUMNS = "clients", "drafts", "tokens/s", "first token", "ladder over it", "quartiles", "rounds"  # fmt: skip
 

@@ -62,10 +62,9 @@ def load(
     Args:
       model: directory, GGUF file, name (`files/known.py`) or hub id of a Llama-family model;
         None is the demo.
-      drafter: a name from the registry (the heads of that kind that are bundled with the demo, a name or
-        a model's weights); a directory, a file or a hub id with heads, ours or published
-        ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
-        default the result of `default_drafter`.
+      drafter: a kind of heads, such as "hydra", for the bundled heads of that kind; a directory, a file or a hub id
+        with heads, ours or published ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or
+        "none". By default the result of `default_drafter`.
       tree: the default tree, as for `--tree`. "auto" is the tree file's for this device, or the drafter's default
         tree; where the text cannot depend on it, each step chooses a size of it (`decoding/tree_size/gate.py`).
       dtype: the type to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with

@@ -136,7 +136,7 @@ class Result:
       compile_seconds: time to compile programs for this call; 0 if they were compiled already.
       logprobs: log-probability of each token (nats), if requested.
       tree_nodes: size of the tree used in most steps, 1 for plain decoding; None in a server's (`Ending.tree_nodes`).
-      drafter: who filled it, such as "hydra+copy", or "none"; None in a server's.
+      drafter: who drafted, such as "hydra+copy", or "none"; None in a server's.
       top_logprobs: for each token the likeliest alternatives, pairs of id and log-probability,
         descending, without barred tokens (`no_repeat_ngram_size`).
     """

@@ -30,7 +30,7 @@ class StoppingText:
     Args:
       stop, stop_ids: strings and tokens that end the text and are cut off. The text of a special token, which
         decoding skips, stands for the token.
-      least: none of them ends it within the first `least` tokens.
+      least: they are not looked for in the first `least` tokens.
       prompt: token ids before it.
 
     Attributes:

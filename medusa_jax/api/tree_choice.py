@@ -18,7 +18,7 @@ from medusa_jax.model.stored import Storage
 from medusa_jax.tree.files import TreeFile, parse_tree
 from medusa_jax.tree.tree import Order, Tree
 
-# "bundled": with --tree auto, too, all steps use the tree file's choice or the default tree.
+# "bundled": with --tree auto all steps take the tree file's choice, or the default tree.
 VARIABLE = "MEDUSA_JAX_TREES"
 # SMALL: largest tree for stored or int8 weights until `calibrate` has run here. SMALLER: a second size for that tree,
 # since on some processors three rows take much longer than two.
@@ -34,7 +34,8 @@ class TreeChoice:
       file: the tree file next to the heads, if there is one.
       by_rows: default trees by number of rows, as far as known; {}: `tree` for all.
       chooses: by default, steps choose among `sizes` of the tree, where the text cannot depend on it.
-      mark: tells this machine and everything but the tree that the time of a step depends on; "" without a drafter.
+      mark: 16 hex digits of all that the time of a step depends on, this machine included, but not the tree; ""
+        without a drafter.
     """
 
     tree: Tree

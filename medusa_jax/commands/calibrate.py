@@ -35,10 +35,10 @@ EXAMPLES = """examples:
   medusa calibrate --model path/to/model --drafter path/to/heads \\
       --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots
 """
-# Columns: the evidence of each size (tokens counted on held-out texts, steps timed here), and a batch size's rows.
 LEGEND = """nodes: the root and the drafts that one step verifies, depth: the most in a row; copied: drafts that
 are copied from earlier text; tokens/step: on texts that the tree was not fitted to; step latency: times a plain
 step; speed-up: tokens/step over step latency; spread: how far repeated timings differ"""
+# SIZES: columns of the evidence, tokens counted on held-out texts and steps timed here. RUNG: those of a batch size.
 SIZES: dict[str, Cell] = {
     "nodes": "{nodes}",
     "depth": "{depth}",

@@ -55,7 +55,11 @@ def default_names(model: str | None) -> list[str]:
 
 
 def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterator[Entrant]:
-    """Load the drafters on one copy of the backbone; `trees` is for names without a tree, --draft_weights for those with heads."""
+    """Load the drafters on one copy of the backbone. --draft_weights is for those with heads.
+
+    Args:
+      trees: for names without @TREE.
+    """
     from medusa_jax.heads.names import split_drafter
     from medusa_jax.heads.registry import is_baseline
 

@@ -138,7 +138,7 @@ def load_model(
 
 
 def to_repeat(flags: ModelFlags, following: type) -> dict[str, str]:
-    """The given flags that the following command has, too, for `print_next`; but a text's length is of one call."""
+    """The given flags that the next command has, too, for `print_next`; not --max_new_tokens, which is for one call."""
     theirs = {field.name for field in dataclasses.fields(following)} - {"max_new_tokens"}
     words = {}
     for field in dataclasses.fields(flags):

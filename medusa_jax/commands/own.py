@@ -4,8 +4,8 @@ DIR gets text/ (distill), run/ (train; run/export/ has the heads, their tree and
 directory for each engine of --to, and own.json, the plan with the seconds of each part. Every part resumes, so the same
 command goes on after a stop.
 
-After a fine-tuning, --start HEADS goes on from the heads of the model before it, which start/ binds to the new model;
-`sft_draft` is the same as a function.
+After a fine-tuning, --start HEADS goes on from the heads of the model before it. They are copied to start/ as heads of
+the new model. `sft_draft` is the same as a function.
 """
 
 import dataclasses

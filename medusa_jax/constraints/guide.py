@@ -146,8 +146,8 @@ class Guide:
     def fill_chain(self, nodes_M: np.ndarray, chain_C: np.ndarray) -> int:
         """Fill a chain after the root with the tokens that follow; return how many are forced.
 
-        If none is, the chain keeps tokens that are copied from the text; without any, it may end the string or number
-        that the text is in, and hold what must follow.
+        If none is forced, tokens that were copied from the text stay. If none were copied, the chain may end the string
+        or number that the text is in, and hold what must follow.
 
         Args:
           nodes_M: tokens of the nodes, the root first; the root is consumed already.

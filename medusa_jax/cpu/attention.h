@@ -41,7 +41,7 @@ constexpr int kBlock = 64, kFewQueries = 16;
 // Queries that share one load of a value, and vectors of a value that are summed at a time.
 constexpr int kShared = 4, kSummed = kRows > 6 ? 4 : 2;
 
-// `work(i, n)` for n items from item i on, until all are done; n is a constant of at most kMost.
+// Calls `work(i, n)` for groups of n items from item i on, until all are done; n is constant in each, at most kMost.
 template <int kMost, typename Work>
 void InGroups(int64_t count, const Work& work) {
   int64_t i = 0;

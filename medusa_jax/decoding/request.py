@@ -27,7 +27,7 @@ MIN_PROMPT = 16  # shorter prompts are padded to it, and share its programs
 
 @dataclass
 class DecodeRequest:
-    """Prompts and options of a batch, on the host; one entry per row.
+    """Prompts and options of a batch, on the host. Sequences have one entry per row, except `drafts`.
 
     Attributes:
       prompts: token ids, none empty.

@@ -133,7 +133,10 @@ def run_only(
 
 
 class RowExtras(NamedTuple):
-    """Parts of a state that only some requests need; stored separately while other requests step."""
+    """Parts of a state that only some requests need.
+
+    A server stores the first two apart while other requests step. `first_BW` is needed until the prompt is read.
+    """
 
     logprobs: Logprobs | None = None
     penalties: Penalties | None = None

@@ -1,1 +1,1 @@
-"""Devices: peaks of named chips, platforms and their compile options."""
+"""Devices: peaks of named chips, the platform, this machine, and launchers of several processes."""

@@ -32,7 +32,7 @@ class Turn(NamedTuple):
     messages: Sequence[chat.Message] = ()
 
 
-# (turns, all of users or none, row seeds, Take).
+# Writes turns, all of them users' or none: (turns, numbers of their seeds, take).
 Decode = Callable[[list[Turn], list[int], Take], None]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Draft vocabulary sizes whose share of the text is printed.
 DRAFT_SIZES = (2048, 4096, 8192, 16384)
 
-# Options that decide the text, with the model, the mode and the seeds; then those of user turns that the
+# TEXT: options that decide the text, with the model, the mode and the seeds. USER_TURNS: those of user turns that the
 # model writes.
 TEXT = ("chat_template", "temperature", "top_p", "seed", "max_new_tokens")
 USER_TURNS = ("user_temperature", "user_tokens")

@@ -32,8 +32,8 @@ from medusa_jax.whole_files import Json
 FORMAT = {"format": "draft_heads.certificate", "version": "1"}
 # P, and the tokens whose logits are recorded.
 POSITIONS, TOP = 10, 8
-# Largest differences, as a share of the largest number. Keys: whether the model has the recorded fingerprint; False
-# allows for a quantised copy, since heads may use the model's embedding and LM head.
+# Largest differences, as a share of the largest number, by whether the model has the recorded fingerprint. If not, it
+# may be a quantised copy, and heads may use its embedding and LM head.
 FUSED, LOGITS, STATES = 1e-3, {True: 0.01, False: 0.1}, {True: 0.05, False: 0.5}
 
 
@@ -188,7 +188,7 @@ def compare(certificate: Certificate, model: Model) -> list[Line]:
     text_T, read_APD = given["token_ids"], given["states"]
     is_same = recorded["model"] == ours["model"]
     K, sizes = len(given["chain"]), (len(own), model.config.d_model)
-    # Files of layers that all levels share do not limit the levels.
+    # Heads that share their layers may have more levels than were recorded.
     if model.drafter.n_heads < K or (len(read_APD), read_APD.shape[-1]) != sizes:
         raise UserError("the certificate is for heads of other sizes")
     cause = f"taps and window are {ours}, recorded as {recorded}"

@@ -13,8 +13,8 @@ from medusa_jax.evaluate.step_clock import StepClock
 from medusa_jax.kept_programs import without_cache
 from medusa_jax.tree.tree import Tree
 
-# Fixed cost of each part, as a multiple of compiling one decoding loop. Answers pay it once per prompt length. Then how
-# much longer reading a prompt, and learning, take than their products. Measured on two quiet CPU cores.
+# PROGRAMS: fixed cost of each part, as a multiple of compiling one decoding loop. Answers pay it once per prompt
+# length. READING, LEARNING: their time over that of their matrix products. Measured on two quiet CPU cores.
 PROGRAMS = {"answers": 14.0, "training": 22.0, "tree": 38.0, "comparison": 20.0}
 READING, LEARNING = 1.4, 1.35
 # TIMED_STEPS: `calibrate`'s timings, in plain steps. COMPARED_STEPS: plain steps that comparing a token takes.

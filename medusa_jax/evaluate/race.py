@@ -40,7 +40,7 @@ class Run:
     Attributes:
       texts: new tokens of each prompt.
       prefill_seconds, decode_seconds: time to the first token, and from there to the last.
-      first: tokens of a text that arrive with the first one (an engine with drafts may return several).
+      first: number of tokens that arrive together at first (an engine with drafts may return several).
       steps: decode steps summed over the rows; 0 if the engine does not tell.
       appended: tokens that these steps appended, by the device's count.
       results: this engine's own results.

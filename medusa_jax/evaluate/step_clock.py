@@ -26,7 +26,7 @@ class StepClock:
     it. An assertion checks that no run ends early.
 
     Args:
-      engines: all engines to time, or those with the longest path and the most rows.
+      engines: the engines to time, or at least those with the longest path and with the most free slots.
 
     Raises:
       UserError: the context leaves no room for a step after the prompt.

@@ -33,7 +33,7 @@ class Family:
       shape: what differs from Llama in all of them.
       reads: further fields -> those of `LlamaConfig` that they set: switches, and multipliers, which are 1 if absent.
       names: other names of fields -> Llama's; if a file has both, the other name's value counts.
-      ignored: names that are not read: the family has other ones, or its transformers class ignores them.
+      ignored: fields that are not read, since the family's transformers class does not read them.
       derived: fields of `LlamaConfig` that follow from others.
       windows: layers with the window if there are no layer_types: "" (the family has none), "all", "late" (from
         max_window_layers on), or "period" (all but every n-th, n = sliding_window_pattern).

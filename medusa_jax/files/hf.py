@@ -175,7 +175,7 @@ def _refuse_wrapped(directory: str, tensors: Tensors) -> None:
 
 
 def _are_equal(a: Tensor, b: Tensor, divisor: float = 1.0) -> bool:
-    """Whether a matrix over a divisor is another one, read 1024 rows at a time."""
+    """Whether matrices a / divisor and b are equal; both are read 1024 rows at a time."""
     if a.shape != b.shape or len(a.shape) != 2:
         return False
     V, D = a.shape

@@ -12,7 +12,7 @@ from medusa_jax.files.json_files import read_json
 from medusa_jax.typed import Fields, read
 from medusa_jax.whole_files import Json
 
-# Values without which transformers computes something else, or from another file.
+# Fields and their supported values; with others transformers computes something else, or reads another file.
 EXPECTED = {
     "hidden_act": tuple(ACTIVATIONS),
     "is_causal": (True,),

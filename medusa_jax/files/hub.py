@@ -62,7 +62,7 @@ def _of_gguf(file: str, sha256: str = "") -> str:
 
 
 def is_here(path_or_id: str) -> bool:
-    """Whether `resolve` works without a network."""
+    """Whether `resolve` needs no network; a name's package may be missing."""
     return path_or_id in names() or os.path.exists(path_or_id)
 
 

@@ -127,7 +127,7 @@ class Eagle3(TappedDrafter, LevelDrafter):
 
     @property
     def paper_taps(self) -> tuple[int, ...]:
-        """The layers of the paper."""
+        """The layers that the paper reads."""
         L = self.llama.n_layers  # fewer than five: the nearest that exist
         return tuple(sorted(min(max(i, 0), L) for i in (2, L // 2, L - 3)))
 

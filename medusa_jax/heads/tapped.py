@@ -83,7 +83,7 @@ class TappedDrafter(Drafter):
 
     @property
     def paper_taps(self) -> tuple[int, ...]:
-        """The layers of the paper."""
+        """The layers that the paper reads."""
         raise NotImplementedError
 
     def first_input(

@@ -53,7 +53,7 @@ class PanelKernels(CpuKernels):
 
 @dataclass(frozen=True)
 class LayerKernels(PanelKernels):
-    """Also layers of few tokens, norms and rotations, in float32: rounded alike in every program."""
+    """Native layers of few tokens, norms and rotations, too: in float32, rounded alike in every program."""
 
     # The native attention reads only the text.
     least_slots: ClassVar[int] = 512

@@ -36,15 +36,15 @@ LORA = LoraConfig(RANK)
 STEPS, WINDOWS, REHEARSED = 3, 4, 2
 # Weight, in the loss, of the estimated loss on all rehearsed texts (`moments.py`).
 REMEMBERED = 3.0
-# Largest decay of the adapter's running mean, which forgets less than the newest adapter.
+# Largest decay of the running mean of the trained factors, which forgets less than the newest factors.
 MEAN = 0.98
 # Learned positions whose logits exist at a time.
 CHUNK = 32
 # The entry of a kernel's parameters with its factors, in the loss. If they were merged into the kernel, its full gradient
 # would be computed first.
 ENTRY = "adapter"
-# Levels of drafts in the loss, if they share their layers: with one, other text loses twice as much in the deeper ones
-# (research/log/2026-11_smollm2.md). The weights that it takes from the heads' recipe.
+# LEVELS: of drafts in the loss, if they share their layers. With one, the deeper levels lose twice as much on other
+# text (research/log/2026-11_smollm2.md). TERMS: weights of the loss that the heads' recipe gives.
 LEVELS = 2
 TERMS = ("label_weight", "teacher_weight", "feature_weight", "lambda_decay")
 

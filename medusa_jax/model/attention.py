@@ -1,4 +1,4 @@
-"""Attention of new tokens: which method of the kernels runs it, see `model/kernels.py`."""
+"""Attention of new tokens, by the method of the kernels for the kind of mask and cache (`model/kernels.py`)."""
 
 import jax
 

@@ -29,7 +29,7 @@ LayerCache = Pair | DraftCache
 
 
 class LevelCache(DraftCache):
-    """The levels of drafts above one, in training (`heads/levels.py`).
+    """What a later level of drafts sees in training (`heads/levels.py`).
 
     Attributes:
       text: keys and values [B, G, T, H] of the first level; row t sees rows up to t.
@@ -42,7 +42,7 @@ class LevelCache(DraftCache):
     def attend(
         self, kernels: Kernels, q_BTNH: jax.Array, new: Pair, mask: Mask
     ) -> tuple[jax.Array, "LevelCache"]:
-        """Row t sees the rows of the text up to t, row t of each level, and itself."""
+        """Row t sees the first level's rows up to t, row t of each later level, and itself."""
         assert isinstance(mask, CausalMask)
         levels = (*self.levels, new)
         q_BGTRH = group_queries(q_BTNH, new[0].shape[1])
@@ -73,7 +73,7 @@ class BlockCache(DraftCache):
     def attend(
         self, kernels: Kernels, q_BTNH: jax.Array, new: Pair, mask: Mask
     ) -> tuple[jax.Array, "BlockCache"]:
-        """A blocks of K tokens see the text and each itself; T = A x K. The mask is not read."""
+        """The T tokens are A blocks of K. Each block sees the text and itself; `mask` is not read."""
         q_BGTRH = group_queries(q_BTNH, new[0].shape[1])
         B, slots = len(q_BTNH), len(self.mask_KK)
         A = q_BTNH.shape[1] // slots

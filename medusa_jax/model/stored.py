@@ -1,6 +1,6 @@
 """The forms in which kernels are stored for decoding, and the product with each.
 
-Reading the weights bounds a decoding step, so their size matters, and whether they are read sequentially:
+A decoding step waits for the weights, so kernels are stored small and read sequentially. The forms:
 
     an array [inputs, outputs]   as trained; the product is XLA's
     Codes                        int8 [inputs, outputs]

@@ -97,7 +97,7 @@ class Job:
       row: number of its row in the batch, which `Jobs` sets; None until its prompt has been read.
       reused: as `Ending.reused_tokens`.
       depth: of the deepest tree of its steps.
-      drafted: number of tokens of the prompt that the drafter has read; with a gap, of the text before it.
+      drafted: tokens that the drafter has read: of the prompt, or, with a gap, of the text before the gap.
       has_gap: whether steps without drafts have left a gap in the drafter's state.
       drafts: as in `Ending`.
       histogram_L: steps that appended 1, 2, ... tokens, as far as the host has read.

@@ -57,7 +57,7 @@ class Ladder:
       tokens: tokens per step with each, from a tree file's evidence.
 
     Attributes:
-      costs: times of steps by the kind of rows (their group); the caller records them.
+      costs: times of steps by the rows' group; the caller records them.
     """
 
     def __init__(self, sizes: Sequence[Tree], tokens: Sequence[float] | None) -> None:
@@ -65,7 +65,7 @@ class Ladder:
         self._rate_N = rates_of(tokens, self._depths)
         self.costs = defaultdict[Hashable, StepCosts](StepCosts)
         self._all_3L = np.stack(first_counts(self._rate_N, max(self._depths)))
-        # By kind and rows, the index of the last choice.
+        # By group and number of rows, the index of the last choice.
         self._chosen: dict[Hashable, int] = {}
 
     def begin(self) -> np.ndarray:
@@ -94,7 +94,7 @@ class Ladder:
 
     def choose(
         self,
-        kind: Hashable,
+        group: Hashable,
         rows: int,
         first: int,
         counts_R3L: Sequence[np.ndarray],
@@ -107,18 +107,18 @@ class Ladder:
           counts_R3L: of the requests that step.
           ready: nodes of the sizes that have programs, `first` among them.
         """
-        costs = self.costs[kind]
+        costs = self.costs[group]
         if not costs.chunks(rows, first):
             return first, first
         seconds_N = [costs.estimate(rows, nodes) for nodes in self._nodes]
         counts_3RL = np.stack(counts_R3L, axis=1)
         tokens_RN = tokens_by_size(counts_3RL, self._rate_N, self._depths, np)
         speed_N = tokens_RN.mean(axis=0) / np.array(seconds_N)
-        last = self._chosen.get((kind, rows), self._nodes.index(first))
+        last = self._chosen.get((group, rows), self._nodes.index(first))
         speed_N[last] *= MARGIN
         usable = [self._nodes.index(nodes) for nodes in sorted(ready)]
         best = max(usable, key=speed_N.__getitem__)
-        self._chosen[kind, rows] = best
+        self._chosen[group, rows] = best
         fastest = int(np.argmax(speed_N))
         if speed_N[fastest] < WORTH * speed_N[best]:
             fastest = best

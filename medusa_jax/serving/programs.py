@@ -19,9 +19,9 @@ from medusa_jax.serving.prompt_scores import score_prompt
 # For this many seconds after a failed compilation, requests that need the program get its error; after that,
 # compile again.
 RETRY_SECONDS = 2.0
-# Programs that were planned are logged if they took this many seconds: a disk cache provides the others.
+# Planned programs that took this many seconds are logged; faster ones came from the disk cache.
 WORTH_A_LINE = 1.0
-# Planned programs are compiled once no request has come for this many seconds: the next one often follows soon.
+# Planned programs are compiled once no request has come for this many seconds: requests often come close together.
 SETTLE_SECONDS = 2.0
 # Priority of a thread that compiles ahead (Linux). XLA's own threads, more than half of the work, keep theirs.
 NICE = 10

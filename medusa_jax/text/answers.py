@@ -105,7 +105,7 @@ def _mark(
     turn_ends: frozenset[int],
     eos_ids: frozenset[int],
 ) -> None:
-    """Set the tokens that overlap `span`, up to and including the token that ends the turn.
+    """Mark the tokens that overlap `span`, up to and including the one that ends the turn.
 
     Text of the template after that token (often a line break) is never generated. An end-of-text token directly
     after the span counts too.

@@ -270,9 +270,9 @@ def tokenize(
 ) -> tuple[list[int], list[Span]]:
     """Ids and offsets of text that a template rendered.
 
-    That of the tokenizer's own templates is read as in transformers' `apply_chat_template`. After the BOS of a
-    shipped one a text starts, as in the code that these models were trained with: sentencepiece tokenizers may put
-    a blank there. So it does after a BOS that the tokenizer does not find in a text.
+    A text of the tokenizer's own template is read as transformers' `apply_chat_template` reads it. What follows the
+    BOS of a shipped template is read as a text of its own, as in the code that these models were trained with:
+    sentencepiece tokenizers may put a blank before it. So is what follows a BOS that the tokenizer does not find.
 
     Args:
       hidden: whether the text has stand-ins (`literal_text`).

@@ -88,7 +88,8 @@ class Fill:
         head = [*self._start]
         if self._repository is not None:
             head += [self._repository, *self._ids(REPOSITORY)]
-        # Not what is left by this text: as it grows, files would go and the prompt begin differently.
+        # The room for files does not depend on this text: else files would be left out as it grows, and the prompt
+        # would begin differently.
         left = room - window - len(head) - len(own) - 3
         kept: list[list[int]] = []
         for name, text in reversed(files):

@@ -7,7 +7,7 @@ from medusa_jax.errors import library_errors
 from medusa_jax.files.json_files import optional_json
 
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-# A field of the first file with all added tokens by id; the other files count only without it.
+# A field of the first file: all added tokens by id. If it is there, the other files are ignored.
 LISTED = "added_tokens_decoder"
 # Fields with further special tokens: lists, or a table by name.
 FURTHER = ("extra_special_tokens", "additional_special_tokens")

@@ -117,7 +117,7 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest node. The number of heads used is `drafted.depth`."""
+        """Depth of the deepest node, spares included. The number of heads used is `drafted.depth`."""
         return max((len(c) for c in (*self.choices, *self.spares)), default=0)
 
     @cached_property

@@ -118,7 +118,7 @@ class Gate(struct.PyTreeNode):
         )
 
     def reset(self, begins_1: jax.Array | bool) -> "Gate":
-        """The gate with the counts of a text's beginning where `begins_1`: only the evidence."""
+        """The gate, with the counts before a text's first step where `begins_1`: the evidence alone."""
         first_3L = first_counts(self.rate_N, self.tested_L.shape[0])
         return self.replace(
             accepted_L=jnp.where(begins_1, first_3L[0], self.accepted_L),

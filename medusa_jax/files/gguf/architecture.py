@@ -30,7 +30,7 @@ NUMBERS = {
     "rope.freq_base_swa": "rope_local_base_freq",
 }
 
-# Values without which llama.cpp computes something else; caps of 0 are none.
+# Fields and their supported values; with others llama.cpp computes something else. A cap of 0 is none.
 EXPECTED = {
     "attention.causal": (True,),
     "attn_logit_softcapping": (0.0,),

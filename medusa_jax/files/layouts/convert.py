@@ -27,7 +27,7 @@ def convert(
       target: a key of `registry.TARGETS`, an entry point of another package, or "module:Class".
       allow_other_base: take heads that were trained on another backbone of the same sizes.
 
-    Returns: the written layout, another one than `target` where engines read the same directory.
+    Returns: the layout that was written; several targets may share one.
 
     Raises:
       UserError: `out` is not empty; heads that the target does not support or that belong to another backbone;

@@ -94,7 +94,9 @@ def load_heads(
 
 
 def check_base(stored: StoredHeads, llama: LlamaConfig, fingerprint: str | None) -> None:
-    """Refuse heads that were trained on another backbone, as far as their files describe it; as for `load_heads`.
+    """Refuse heads that were trained on another backbone, as far as their files describe it.
+
+    Args: as for `load_heads`.
 
     Raises:
       UserError: names the difference.

@@ -87,7 +87,7 @@ class Eagle3ForTpu(_ForTpu, Eagle3Files):
     architecture = "LlamaForCausalLM"
 
     def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """What no layout can hold comes last."""
+        """First why the engine misreads them, then why no file can hold them."""
         return super().why_not(heads, llama) or unstorable(heads, llama)
 
     def faults(self, heads: HeadsConfig, llama: LlamaConfig | None) -> Faults:

@@ -117,7 +117,7 @@ class Answer:
             index, delta = await self._queue.get()
             if isinstance(delta, Stopped):
                 raise delta
-            if self._reply.call.empty and delta.ending:  # of one token at most
+            if self._reply.call.empty and delta.ending:  # no token was asked for
                 delta.ending.result.cut(0, "")
                 delta.ending.result.finish_reason = "length"
                 delta = Delta([], [], [], [], delta.ending)

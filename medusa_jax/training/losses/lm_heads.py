@@ -1,6 +1,6 @@
 """Logits of the loss as functions of exactly the parameters that they read.
 
-The streamed loss adds up a gradient for each of these parameters, so it is given no others: `Drafter.head_params`
+The streamed loss holds a gradient for every parameter that it is given, so it is given no others: `Drafter.head_params`
 of a head, and the backbone's LM head where heads share it. A drafter that reads anything else in `head_logits`
 fails with an error.
 """
