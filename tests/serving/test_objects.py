@@ -182,6 +182,23 @@ def test_text_offsets():
         assert found["text_offset"] == [at - whole[0] for at in whole] and whole[-1] > 5
 
 
+@pytest.mark.parametrize("text", ["a<s> in</s>the", "in the", "</s>"])
+@pytest.mark.parametrize("is_ids", [False, True])
+def test_offsets_follow_the_echoed_prompt(port, http, text, is_ids):
+    """Each token is at its place in the text; special tokens are spelled out, a BOS in front is not added."""
+    tokenizer = port.model.tokenizer
+    ids = tokenizer.encode(text)
+    asked = ASKED | {"prompt": ids if is_ids else text, "echo": True, "logprobs": 0}
+    choice = both(http, PATHS["completion"], **asked | {"max_tokens": 5})
+    found, n = choice["logprobs"], len(port.model.encode(ids if is_ids else text))
+    assert choice["text"].startswith(text) and n - len(ids) == (not is_ids)
+    pairs = list(zip(found["tokens"], found["text_offset"]))
+    assert pairs[: n - len(ids)] == [("<s>", 0)][: n - len(ids)]
+    assert pairs[n][1] == len(text) and len(pairs) == n + 5
+    for token, at in pairs[n - len(ids) :]:
+        assert choice["text"][at : at + len(token)] == token
+
+
 @pytest.mark.wide
 def test_the_first_space_of_an_answer(port, http, monkeypatch):
     """Kept after a prompt or the beginning of a turn, whole and in a stream; a turn begins without it."""

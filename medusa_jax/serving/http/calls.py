@@ -98,7 +98,8 @@ def completion_call(
     texts = []
     for text, ids in zip(prompts, tokens) if echo else ():
         check(ids)  # it is scored before the server checks its length
-        text = text if isinstance(text, str) else model.tokenizer.decode(ids)
+        if not isinstance(text, str):
+            text = model.tokenizer.decode(ids, skip_special=False)
         texts += [text] * (len(call.requests) // len(prompts))
     return dataclasses.replace(call, echo=texts)
 

@@ -56,7 +56,7 @@ class Offsets:
     """Where the texts of tokens begin in a text that grows, in characters.
 
     Args:
-      is_start: no text comes before it, so that decoding may drop its first space.
+      is_start: decoding may drop the first space of the new tokens, since no text comes before them.
     """
 
     def __init__(self, vocabulary: Vocabulary, is_start: bool) -> None:
@@ -64,16 +64,32 @@ class Offsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at = 0
 
-    def push(self, token_ids: Iterable[int]) -> list[int]:
-        """Return the places of the next tokens; a part of a character has the character's."""
+    def push(self, token_ids: Iterable[int], echo: str | None = None) -> list[int]:
+        """Return the places of the next tokens; a part of a character has the character's.
+
+        Args:
+          echo: the tokens' text if they are the prompt; it may lack a BOS and the space before a word.
+        """
         tokenizer, places = self._vocabulary.tokenizer, list[int]()
         for token_id in token_ids:
-            places.append(self._at)
-            if token_id not in tokenizer.special_ids:
-                text = self._decoder.decode(bytes(self._vocabulary.name(token_id)[1]))
-                if self._is_start and not tokenizer.decode([token_id]).startswith(" "):
+            is_special = token_id in tokenizer.special_ids
+            name, spelling = self._vocabulary.name(token_id)
+            text = ""
+            if echo is not None or not is_special:
+                text = self._decoder.decode(bytes(spelling))
+            # Before the token may come a character that it breaks off.
+            places.append(self._at + (len(text) - len(name) if text.endswith(name) else 0))
+            if echo is not None:
+                forms = text, text.removeprefix(" "), "" if is_special else text
+                text = next((f for f in forms if echo.startswith(f, self._at)), text)
+            elif text and self._is_start:
+                if not tokenizer.decode([token_id]).startswith(" "):
                     text = text.removeprefix(" ")
-                self._at, self._is_start = self._at + len(text), False
+                self._is_start = False
+            self._at += len(text)
+        if echo is not None:
+            self._decoder.reset()
+            self._at = len(echo)
         return places
 
 
@@ -101,8 +117,7 @@ class Reply:
         self.readers = [CallReader(*call.calls) for _ in call.requests if call.calls]
         prompts: Any = [request.prompt for request in call.requests]  # token ids
         self._offsets = [
-            Offsets(vocabulary, bool(call.echo) or not vocabulary.tokenizer.context(ids))
-            for ids in prompts
+            Offsets(vocabulary, not vocabulary.tokenizer.context(ids)) for ids in prompts
         ]
 
     def whole(self) -> Json:
@@ -280,6 +295,8 @@ class Reply:
                 ],
                 "refusal": None,
             }
+        echo, push = self.echoes.get(index), self._offsets[index].push
+        places = (push(of.token_ids, of.text if of is echo else None) for of in parts)
         names, likeliest = [], []
         for token_id, logprob, top in tokens:
             # The token itself comes last if it is not among the likeliest.
@@ -292,7 +309,7 @@ class Reply:
             "tokens": names,
             "token_logprobs": [logprob for _, logprob, _ in tokens],
             "top_logprobs": likeliest,
-            "text_offset": self._offsets[index].push(token_id for token_id, *_ in tokens),
+            "text_offset": [at for each in places for at in each],
         }
 
     def _entry(self, token_id: int, logprob: float) -> Json:
