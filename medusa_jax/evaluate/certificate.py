@@ -226,9 +226,7 @@ def _levels(
       fault: of the attention, the likeliest if only the first positions fit; "" if the heads have none.
     """
     ids_KPN, recorded_KPN = given["top_ids"], given["top_logits"]
-    at_KPN = np.searchsorted(ids_O, ids_KPN) % len(ids_O)
-    ours_KPN = np.take_along_axis(logits_KPO, at_KPN, -1)
-    ours_KPN = np.where(ids_O[at_KPN] == ids_KPN, ours_KPN, np.inf)
+    ours_KPN = _at(ids_KPN, logits_KPO, ids_O)
     best_KPN = -np.sort(-logits_KPO, axis=-1)[..., : ids_KPN.shape[-1]]
     fits_P = [_difference(*x) <= limit for x in zip(ours_KPN[0], recorded_KPN[0])]
     fitting = [*fits_P, False].index(False)
@@ -241,9 +239,18 @@ def _levels(
         cause = f"only the first positions fit ({fitting}): {fault}"
     pairs = enumerate(zip(ours_KPN, recorded_KPN), 1)
     lines = [Line(f"logits of level {k}", _difference(*x), limit, cause) for k, x in pairs]
-    right = given["chain"] == ids_O[logits_KPO[:, -1].argmax(-1)]
-    apart = 0.0 if right.all() else lines[int(right.argmin())].difference
+    last_KO = logits_KPO[:, -1]
+    behind_K = last_KO.max(-1) - _at(given["chain"][:, None], last_KO, ids_O)[:, 0]
+    largest_K = np.maximum(np.abs(recorded_KPN).max((1, 2)), 1e-30)
+    apart = float((behind_K / largest_K).max())
+    cause = "the chain is another, or rows of the LM head for tokens that are not recorded"
     return [*lines, Line("greedy chain", apart, limit, cause)]
+
+
+def _at(ids_N: np.ndarray, logits_O: np.ndarray, ids_O: np.ndarray) -> np.ndarray:
+    """The logits of some tokens [..., N], -inf for those that are not among the scored ones."""
+    at_N = np.searchsorted(ids_O, ids_N) % len(ids_O)
+    return np.where(ids_O[at_N] == ids_N, np.take_along_axis(logits_O, at_N, -1), -np.inf)
 
 
 def _difference(x: np.ndarray, recorded: np.ndarray) -> float:

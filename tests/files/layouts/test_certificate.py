@@ -95,6 +95,11 @@ def compared(directory, heads, base):
     return certificate.compare(certificate.read(str(directory)), model)
 
 
+def compare_with(recorded, model, **arrays):
+    changed = recorded._replace(arrays=recorded.arrays | arrays)
+    return certificate.compare(changed, model)
+
+
 def wrong(lines):
     return [x for x in lines if not x.difference <= x.limit]
 
@@ -119,6 +124,20 @@ def test_faults_are_caught_and_named(fault, made, tmp_path, capsys):
     assert verify.main(flags) == 1
     said = capsys.readouterr()
     assert "| does not fit" in said.out and said.err.count("do not fit:") == 1
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_wrong_chain_is_seen_by_itself(name, made):
+    """By how far its token is behind our best, so that a near tie fits; NumPy finds the same."""
+    model = certificate.open_plain(str(made / "base"), str(made / name))
+    recorded = certificate.read(str(made / name))
+    top_N, chain = recorded.arrays["top_logits"][1, -1], recorded.arrays["chain"].copy()
+    chain[1] = recorded.arrays["top_ids"][1, -1, 7]
+    line = compare_with(recorded, model, chain=chain)[-1]
+    share = (top_N[0] - top_N[7]) / np.abs(recorded.arrays["top_logits"][1]).max()
+    assert line.difference == pytest.approx(share, rel=1e-3)
+    [line] = wrong(compare_with(recorded, model, chain=chain + DEEP.vocab_size))
+    assert line.what == "greedy chain" and "chain is another" in line.cause
 
 
 def test_heads_without_attention_have_no_rotation(made, tmp_path):
