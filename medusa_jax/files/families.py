@@ -43,7 +43,7 @@ class Family:
       longrope: other names of this rope type.
       expected: values of fields that would change the computation.
       keys: names of modules in checkpoints -> Llama's.
-      fused: q/k/v and gate/up are stored as one matrix each.
+      fused: matrices that are stored as one: "self_attn.qkv_proj", "mlp.gate_up_proj".
       neighbours: components 2i and 2i + 1 of a head are rotated together, not i and i + head_dim / 2.
       norm_offset: Number to add to stored norm scales (Gemma stores scale - 1).
     """
@@ -62,7 +62,7 @@ class Family:
     longrope: tuple[str, ...] = ("su",)
     expected: Mapping[str, tuple] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
-    fused: bool = False
+    fused: tuple[str, ...] = ()
     neighbours: bool = False
     norm_offset: float = 0.0
 
@@ -86,6 +86,10 @@ def _gemma3(fields: Fields) -> Json:
 
 _BIAS: dict[str, tuple[str, ...]] = {"attention_bias": ("qkv_bias", "out_bias")}
 _BIASES = _BIAS | {"mlp_bias": ("mlp_bias",)}
+_MULTIPLIERS: dict[str, tuple[str, ...]] = {
+    "embedding_multiplier": ("embedding_multiplier",), "residual_multiplier": ("residual_multiplier",),
+    "attention_multiplier": ("attention_multiplier",), "logits_scaling": ("logit_divisor",),
+}  # fmt: skip
 _AFTER = {"pre_norm": False, "post_norm": True, "qk_norm": True}
 _TIED = {"tie_word_embeddings": True}
 _EPS = {"rms_norm_eps": 1e-5}
@@ -107,16 +111,22 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         context=32768, defaults=_TIED | {"num_key_value_heads": 4, "rope_theta": 2e6}, reads=_BIASES,
         rotates="listed", expected={"use_sliding_window": (False,)}),
-    "granite": Family(
-        context=2048, reads=_BIASES | {
-            "embedding_multiplier": ("embedding_multiplier",), "residual_multiplier": ("residual_multiplier",),
-            "attention_multiplier": ("attention_multiplier",), "logits_scaling": ("logit_divisor",)}),
+    "granite": Family(context=2048, reads=_BIASES | _MULTIPLIERS),
+    # Granite 4; layers are recurrent and have experts unless a file says otherwise.
+    "granitemoehybrid": Family(
+        context=2048, defaults={
+            "layer_types": ["linear_attention"], "num_local_experts": 8, "position_embedding_type": "none",
+            "intermediate_size": 1024},
+        reads=_BIAS | _MULTIPLIERS, ignored=("intermediate_size",),
+        names={"shared_intermediate_size": "intermediate_size", "layers_block_type": "layer_types"},
+        expected={"num_local_experts": (0,), "position_embedding_type": ("rope",)}, fused=("mlp.gate_up_proj",),
+        keys={"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_linear": "mlp.down_proj"}),
     # Its code is in no release of transformers; these are the defaults of that code.
     "minicpm": Family(
         context=2048, defaults=_TIED, reads=_BIAS, expected={"sparse_config": (None,)}, derived=_minicpm),
     "phi3": Family(
         context=4096, defaults=_EPS | {"original_max_position_embeddings": 4096}, windows="all",
-        ignored=("layer_types",), partial=True, longrope=("su", "yarn"), fused=True),
+        ignored=("layer_types",), partial=True, longrope=("su", "yarn"), fused=("self_attn.qkv_proj", "mlp.gate_up_proj")),
     "olmo2": Family(context=2048, defaults=_EPS, shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS),
     "olmo3": Family(
         context=2048, defaults=_EPS | _WINDOW | {"rope_theta": 5e5, "sliding_window_pattern": 4},

@@ -78,7 +78,10 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
     raw = {name: value for name, value in raw.items() if name not in family.ignored}
     named = {ours: theirs for theirs, ours in family.names.items() if theirs in raw}
     able = {**EXPECTED, **family.expected}
-    Fields(file, raw).expect({named.get(name, name): x for name, x in able.items()})
+    said_or_usual = family.defaults | {
+        n: value for n, value in raw.items() if value is not None
+    }
+    Fields(file, said_or_usual).expect({named.get(n, n): x for n, x in able.items()})
     raw |= {ours: raw[theirs] for ours, theirs in named.items()}
     # An explicit null means "derive it", and for windows "none".
     usual = {"max_position_embeddings": family.context, "rms_norm_eps": 1e-6}
@@ -195,7 +198,9 @@ def _window_layers(family: Family, fields: Fields, n: int) -> tuple[bool, ...]:
     Raises:
       UserError: a kind of layer that is not supported.
     """
-    kinds = fields.items("layer_types", str, [])
+    older = {"attention": LAYER_KINDS[0]}  # Granite 4's files
+    kinds = fields.items("layer_types", str, family.defaults.get("layer_types", []))
+    kinds = [older.get(kind, kind) for kind in kinds]
     supported = LAYER_KINDS if family.windows else LAYER_KINDS[:1]
     for kind in kinds:
         one_of(f"{fields.file}: a supported kind in layer_types", kind, supported)

@@ -21,8 +21,7 @@ _TURNED = re.compile(r"\.self_attn\.[qk]_(proj\.(weight|bias)|norm\.weight)$")
 def as_llama(tensors: Tensors, family: Family, config: LlamaConfig) -> Tensors:
     """The tensors of a checkpoint by the keys of a Llama, each as a Llama has it."""
     tensors = {_renamed(key, family.keys): tensor for key, tensor in tensors.items()}
-    if family.fused:
-        tensors = _split(tensors, config)
+    tensors = _split(tensors, family.fused, config)
     tensors = reordered(tensors, _plane_order(family, config))
     return with_offset(tensors, family.norm_offset)
 
@@ -31,7 +30,8 @@ def from_llama(tensors: Tensors, family: Family, config: LlamaConfig) -> Tensors
     """The inverse of `as_llama`, except that names stay a Llama's."""
     order_H = np.argsort(_plane_order(family, config))
     tensors = with_offset(reordered(tensors, order_H), -family.norm_offset)
-    for fused, names in FUSED.items() if family.fused else ():
+    for fused in family.fused:
+        names = FUSED[fused]
         for key in [key for key in tensors if f".{names[0]}." in key]:
             parts = [tensors.pop(key.replace(names[0], name)) for name in names]
             tensors[key.replace(names[0], fused)] = _joined(parts)
@@ -44,20 +44,20 @@ def _renamed(key: str, names: dict[str, str]) -> str:
     return key
 
 
-def _split(tensors: Tensors, config: LlamaConfig) -> Tensors:
-    """Tensors with the parts of fused ones; these stay whole if their shape is another."""
+def _split(tensors: Tensors, names: tuple[str, ...], config: LlamaConfig) -> Tensors:
+    """Tensors with the parts of these fused ones; they stay whole if their shape is another."""
     keys = config.n_kv_heads * config.head_dim
     all_sizes = [config.n_heads * config.head_dim, keys, keys], [config.d_ff] * 2
     sizes = dict(zip(FUSED, all_sizes))
     out: Tensors = {}
     for key, tensor in tensors.items():
-        fused = next((f for f in FUSED if f".{f}." in key), "")
+        fused = next((f for f in names if f".{f}." in key), "")
         if not fused or tensor.shape[:1] != (sum(sizes[fused]),):
             out[key] = tensor
             continue
         parts = np.split(np.arange(sum(sizes[fused])), np.cumsum(sizes[fused])[:-1])
-        for name, rows in zip(FUSED[fused], parts):
-            out[key.replace(fused, name)] = take_rows(tensor, rows)
+        for part, rows in zip(FUSED[fused], parts):
+            out[key.replace(fused, part)] = take_rows(tensor, rows)
     return out
 
 

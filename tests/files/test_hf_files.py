@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files import hf, hf_writer, tensors
-from medusa_jax.files.families import ACTIVATIONS, FAMILIES
+from medusa_jax.files.families import ACTIVATIONS, FAMILIES, FIELDS
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hf_config import LAYER_KINDS, parse_config, read_config
@@ -83,6 +83,8 @@ IN_5 = {"rope_scaling": "absent", "rope_parameters": LLAMA31_ROPE | {"rope_theta
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 28}
 QWEN3 = {"model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 32}
 PHI3 = {"model_type": "phi3"}
+GRANITE4 = {"model_type": "granitemoehybrid", "layer_types": ["full_attention"] * 32}
+GRANITE4 |= {"num_local_experts": 0, "position_embedding_type": "rope"}
 DIVISORS = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 BY_KIND = {
     "full_attention": {"rope_type": "default", "rope_theta": 7e5},
@@ -182,6 +184,8 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "short_factor"),
         ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
         ({"model_type": "smollm3", "no_rope_layers": [2]}, "no_rope_layers"),
+        *((GRANITE4 | {field: value}, what) for value in ("absent", None) for field, what in
+          (("layer_types", "not 'linear"), ("num_local_experts", "experts 8"), ("position_embedding_type", "'none'"))),
         *((MIXED | {"model_type": name}, "one of full_attention, not 'sliding") for name in ("smollm3", "llama")),
         (PHI3 | {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
         (PHI3 | {"partial_rotary_factor": 1e308}, "partial_rotary_factor 1e.308 is not"),
@@ -220,6 +224,31 @@ def test_fields_with_two_names():
         ours = parse_config("config.json", fields | SIZES | {"model_type": kind})
         assert ours.activation == ACTIVATIONS[getattr(theirs, act)]
         assert ours.n_layers == theirs.num_hidden_layers
+
+
+@pytest.mark.parametrize("kind", sorted({*FAMILIES} - {"minicpm"}))
+def test_fields_that_a_file_may_leave_out(kind):
+    """transformers has the same values for them."""
+    transformers = pytest.importorskip("transformers")
+    few = {"vocab_size": 96, "hidden_size": 1024, "intermediate_size": 64}
+    few |= {"num_hidden_layers": 8, "num_attention_heads": 64}
+    if kind == GRANITE4["model_type"]:
+        few |= GRANITE4 | {"layer_types": ["full_attention"] * 8}
+    theirs = transformers.AutoConfig.for_model(**few | {"model_type": kind})
+    ours = parse_config("config.json", few | {"model_type": kind})
+    rope = theirs.rope_parameters
+    rope = rope.get("full_attention", rope)
+    theirs.head_dim = getattr(theirs, "head_dim", None) or 16
+    names = {"granitemoehybrid": {"intermediate_size": "shared_intermediate_size"}}
+    for name, field in FIELDS.items():
+        name = names.get(kind, {}).get(name, name)
+        assert getattr(ours, field) == getattr(theirs, name), name
+    act = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
+    assert ours.activation == ACTIVATIONS[act]
+    assert ours.rope_theta == rope["rope_theta"]
+    assert ours.rope_scaling.replace("none", "default") == rope["rope_type"]
+    layers = [LAYER_KINDS[ours.has_window(i)] for i in range(8)]
+    assert layers == (getattr(theirs, "layer_types", None) or layers)
 
 
 SLIDING = {"sliding_attention": {"rope_theta": 77.0}}

@@ -39,6 +39,9 @@ DEEP = {"num_hidden_layers": 4}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 MULTIPLIED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4}
 MULTIPLIED |= {"attention_multiplier": 0.5, "logits_scaling": 0.7}
+GRANITE4 = {"layer_types": ["attention"] * 2, "num_local_experts": 0}
+GRANITE4 |= {"position_embedding_type": "rope", "shared_intermediate_size": 40}
+GRANITE4 |= {"mamba_n_heads": 4, "attention_bias": True}
 LONG = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2],
@@ -79,6 +82,7 @@ CASES = {
     "smollm3": ("SmolLM3", DEEP | {"tie_word_embeddings": True}),
     "smollm3_listed": ("SmolLM3", {"no_rope_layers": [0, 1], "attention_bias": True}),
     "granite": ("Granite", MULTIPLIED | {"rope_theta": 500.0, "mlp_bias": True}),
+    "granite4": ("GraniteMoeHybrid", MULTIPLIED | GRANITE4),
     "phi3_longrope": ("Phi3", LONG | {"rope_theta": 50.0}),
     "phi3_short": ("Phi3", LONG | {"original_max_position_embeddings": 90}),
     "phi3_window": ("Phi3", {"sliding_window": 7, "partial_rotary_factor": 0.5}),
@@ -100,8 +104,8 @@ CASES = {
     "arcee": ("Arcee", {"rope_scaling": YARN, "mlp_bias": True}),
     "gemma3": ("Gemma3", GEMMA3 | {"rope_scaling": LINEAR, "rope_theta": 700.0}),
 }
-# Of the shape of a Llama, which they are saved as.
-RENAMED_LLAMAS = {"ernie", "seed_oss"}
+# Of the shape of another family, which they are saved as.
+RENAMED = {"granite4", "ernie", "seed_oss"}
 
 
 def build(case, directory):
@@ -204,7 +208,7 @@ def test_config_survives_the_way_out_and_back(case, models, tmp_path):
     reread = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager"
     ).eval()
-    assert (type(reread) is type(model)) != (case in RENAMED_LLAMAS)
+    assert (type(reread) is type(model)) != (case in RENAMED)
     tokens = torch.arange(30)[None]
     with torch.no_grad():
         torch.testing.assert_close(reread(tokens).logits, model(tokens).logits)
