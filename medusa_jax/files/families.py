@@ -103,6 +103,7 @@ _EXAONE_KEYS = {
 FAMILIES: dict[str, Family] = {
     "llama": Family(context=2048, reads=_BIASES),
     "mistral": Family(context=131072, defaults=_WINDOW | {"num_key_value_heads": 8}, windows="all"),
+    "ministral": Family(context=131072, defaults=_WINDOW | {"num_key_value_heads": 8}, windows="all"),
     "qwen2": Family(
         context=32768, defaults=_WINDOW | {"num_key_value_heads": 32}, shape={"qkv_bias": True}, windows="late"),
     "qwen3": Family(

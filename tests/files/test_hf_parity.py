@@ -75,6 +75,11 @@ CASES = {
     "llama_biases": ("Llama", BIASES),
     "mistral_window": ("Mistral", {"sliding_window": 7}),
     "mistral_dynamic": ("Mistral", {"rope_scaling": DYNAMIC}),
+    "ministral": (
+        "Ministral",
+        {"layer_types": ["full_attention", "sliding_attention"]}
+        | {"sliding_window": 5, "head_dim": 8},
+    ),
     "qwen2_biases": ("Qwen2", {}),
     "qwen2_late_window": ("Qwen2", LATE),
     "qwen3_yarn_scaled": ("Qwen3", {"rope_scaling": YARN | SCALED, "rope_theta": 9.0}),
