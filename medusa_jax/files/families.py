@@ -77,11 +77,13 @@ def _minicpm(fields: Fields) -> Json:
     }
 
 
+def _gemma(fields: Fields) -> Json:
+    return {"embedding_multiplier": fields.count("hidden_size") ** 0.5}
+
+
 def _gemma3(fields: Fields) -> Json:
-    return {
-        "embedding_multiplier": fields.count("hidden_size") ** 0.5,
-        "attention_multiplier": fields.number("query_pre_attn_scalar") ** -0.5,
-    }
+    scale = fields.number("query_pre_attn_scalar") ** -0.5
+    return _gemma(fields) | {"attention_multiplier": scale}
 
 
 _BIAS: dict[str, tuple[str, ...]] = {"attention_bias": ("qkv_bias", "out_bias")}
@@ -112,6 +114,12 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(
         context=32768, defaults=_TIED | {"num_key_value_heads": 4, "rope_theta": 2e6}, reads=_BIASES,
         rotates="listed", expected={"use_sliding_window": (False,)}),
+    # Older files say "gelu" and mean the approximation.
+    "gemma": Family(
+        context=8192, defaults=_TIED | {"num_key_value_heads": 16, "head_dim": 256},
+        shape={"activation": "gelu_tanh"}, reads=_BIAS, derived=_gemma,
+        expected={"hidden_act": ("gelu_pytorch_tanh", "gelu"), "use_bidirectional_attention": (False,)},
+        norm_offset=1.0),
     "granite": Family(context=2048, reads=_BIASES | _MULTIPLIERS),
     # Granite 4; layers are recurrent and have experts unless a file says otherwise.
     "granitemoehybrid": Family(

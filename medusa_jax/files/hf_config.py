@@ -94,9 +94,9 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
     said: Json = {
         ours: _value(fields, name, ours) for name in reads for ours in reads[name]
     }
+    said["activation"] = ACTIVATIONS.get(fields.text("hidden_act", "silu"))
     config = LlamaConfig(
         **said | family.shape | family.derived(fields),
-        activation=ACTIVATIONS[fields.text("hidden_act", "silu")],
         **_layers(family, fields),
         **_rope(file, family, fields.values, said["head_dim"]),
     )

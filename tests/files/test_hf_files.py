@@ -174,6 +174,7 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         *(({"model_type": name, field: "gelu"}, rf"{field} 'gelu' is not supported \(only 'silu', 'swish', 'gelu_p")
           for name, field in (("gemma3_text", "hidden_activation"), ("exaone", "activation_function"))),
+        ({"model_type": "gemma", "hidden_act": "silu"}, r"hidden_act 'silu' is not supported \(only 'gelu_p"),
         ({"is_causal": False}, "is_causal False is not supported"),
         ({"per_layer_config": {"0": {"hidden_act": "relu2"}}}, "per_layer_config {.* is not supported"),
         ({"configuration_files": ["config.json", "config.4.0.0.json"]}, r"configuration_files \['config.* is not"),

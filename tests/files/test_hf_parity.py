@@ -86,6 +86,7 @@ CASES = {
     "qwen3_qk_norm": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "smollm3": ("SmolLM3", DEEP | {"tie_word_embeddings": True}),
     "smollm3_listed": ("SmolLM3", {"no_rope_layers": [0, 1], "attention_bias": True}),
+    "gemma": ("Gemma", {"head_dim": 16, "tie_word_embeddings": True, "hidden_act": "gelu"}),
     "granite": ("Granite", MULTIPLIED | {"rope_theta": 500.0, "mlp_bias": True}),
     "granite4": ("GraniteMoeHybrid", MULTIPLIED | GRANITE4),
     "phi3_longrope": ("Phi3", LONG | {"rope_theta": 50.0}),

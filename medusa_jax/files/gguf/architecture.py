@@ -17,6 +17,7 @@ from medusa_jax.model.blocks import Blocks
 # general.architecture -> model_type. MiniCPM's metadata is Granite's.
 _SAME = ("llama", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "exaone")
 FAMILIES = dict(zip(_SAME, _SAME)) | {"minicpm": "granite", "gemma3": "gemma3_text"}
+FAMILIES |= {"gemma": "gemma"}
 # The same for files with a window.
 WINDOWED = {"llama": "mistral", "olmo2": "olmo3"}
 # Architectures whose rows of queries and keys llama.cpp reorders: it rotates neighbours (2i, 2i + 1).

@@ -107,6 +107,12 @@ CASES = {
         {"block_count": 4, "attention.sliding_window": 7},
     ),
     "exaone": ("exaone", LLAMA3 | {"tie_embeddings": True}, {"rope.freq_base": THETA}),
+    "gemma": (
+        "gemma",
+        {"activation": "gelu_tanh", "embedding_multiplier": D**0.5, "head_dim": 16}
+        | {"tie_embeddings": True},
+        {"attention.key_length": 16, "attention.value_length": 16},
+    ),
     "gemma3": (
         "gemma3",
         {"n_layers": 6, "sliding_window": 7, "window_layers": (True,) * 5 + (False,)}
@@ -159,7 +165,7 @@ def save_both(case, folder, tokenizer_json):
     tensors = {}
     for name, tensor in open_checkpoint(str(folder / "hf")).items():
         array = read_whole(tensor)
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
         if arch in REORDERED and heads:
