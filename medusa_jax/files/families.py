@@ -152,6 +152,9 @@ FAMILIES: dict[str, Family] = {
         context=32768, defaults=_EPS | {"num_key_value_heads": 2, "head_dim": 128},
         reads={"attention_bias": ("qkv_bias",), "mlp_bias": ("out_bias", "mlp_bias")},
         names={"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
+    "iquestcoder": Family(
+        context=131072, defaults=_EPS | {"num_key_value_heads": 8, "head_dim": 128}, reads=_BIASES,
+        expected={"clip_qkv": (None,), "use_sliding_window": (False,)}),
     "ernie4_5": Family(
         context=131072, defaults=_TIED | _EPS | {"num_key_value_heads": 2, "rope_theta": 5e5, "head_dim": 128},
         reads={"use_bias": ("qkv_bias", "out_bias", "mlp_bias")}, neighbours=True),

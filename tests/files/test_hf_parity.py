@@ -105,6 +105,7 @@ CASES = {
         {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     ),
     "internlm3": ("InternLM3", BIASES | {"head_dim": 8, "rope_scaling": DYNAMIC}),
+    "iquestcoder": ("IQuestCoder", BIASES | {"head_dim": 8}),
     "ernie": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "seed_oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True}),
     "arcee": ("Arcee", {"rope_scaling": YARN, "mlp_bias": True}),
