@@ -155,6 +155,10 @@ FAMILIES: dict[str, Family] = {
     "iquestcoder": Family(
         context=131072, defaults=_EPS | {"num_key_value_heads": 8, "head_dim": 128}, reads=_BIASES,
         expected={"clip_qkv": (None,), "use_sliding_window": (False,)}),
+    "helium": Family(
+        context=4096, defaults={
+            "rms_norm_eps": 1e-8, "num_key_value_heads": 20, "head_dim": 128, "rope_theta": 1e5},
+        reads={"attention_bias": ("qkv_bias",), "mlp_bias": ("mlp_bias",)}, neighbours=True),
     "ernie4_5": Family(
         context=131072, defaults=_TIED | _EPS | {"num_key_value_heads": 2, "rope_theta": 5e5, "head_dim": 128},
         reads={"use_bias": ("qkv_bias", "out_bias", "mlp_bias")}, neighbours=True),

@@ -231,8 +231,8 @@ def test_fields_with_two_names():
 def test_fields_that_a_file_may_leave_out(kind):
     """transformers has the same values for them."""
     transformers = pytest.importorskip("transformers")
-    few = {"vocab_size": 96, "hidden_size": 1024, "intermediate_size": 64}
-    few |= {"num_hidden_layers": 8, "num_attention_heads": 64}
+    few = {"vocab_size": 96, "hidden_size": 2560, "intermediate_size": 64}
+    few |= {"num_hidden_layers": 8, "num_attention_heads": 160}
     if kind == GRANITE4["model_type"]:
         few |= GRANITE4 | {"layer_types": ["full_attention"] * 8}
     theirs = transformers.AutoConfig.for_model(**few | {"model_type": kind})

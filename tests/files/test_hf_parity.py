@@ -106,13 +106,14 @@ CASES = {
     ),
     "internlm3": ("InternLM3", BIASES | {"head_dim": 8, "rope_scaling": DYNAMIC}),
     "iquestcoder": ("IQuestCoder", BIASES | {"head_dim": 8}),
+    "helium": ("Helium", BIASES | {"head_dim": 8, "rope_theta": 300.0}),
     "ernie": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "seed_oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True}),
     "arcee": ("Arcee", {"rope_scaling": YARN, "mlp_bias": True}),
     "gemma3": ("Gemma3", GEMMA3 | {"rope_scaling": LINEAR, "rope_theta": 700.0}),
 }
 # Of the shape of another family, which they are saved as.
-RENAMED = {"granite4", "ernie", "seed_oss"}
+RENAMED = {"granite4", "helium", "ernie", "seed_oss"}
 
 
 def build(case, directory):
