@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
@@ -42,9 +43,9 @@ class Family:
       partial: partial_rotary_factor is read.
       longrope: other names of this rope type.
       expected: values of fields that would change the computation.
-      keys: names of modules in checkpoints -> Llama's.
+      keys: names of modules in checkpoints -> Llama's, replaced in this order.
       fused: matrices that are stored as one: "self_attn.qkv_proj", "mlp.gate_up_proj".
-      neighbours: components 2i and 2i + 1 of a head are rotated together, not i and i + head_dim / 2.
+      neighbours: components 2i and 2i + 1 of a head are rotated together, not i and i + half of the rotated ones.
       norm_offset: Number to add to stored norm scales (Gemma stores scale - 1).
     """
 
@@ -101,6 +102,16 @@ _EXAONE_KEYS = {
     "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.attention": "self_attn",
     "out_proj": "o_proj", "mlp.c_fc_0": "mlp.gate_proj", "mlp.c_fc_1": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
 }  # fmt: skip
+_GLM4_KEYS = {
+    "post_attention_layernorm": "pre_feedforward_layernorm", "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}  # fmt: skip
+_GLM: dict[str, Any] = {
+    "defaults": {
+        "rms_norm_eps": 1.5625e-7, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True,
+        "partial_rotary_factor": 0.5},
+    "reads": {"attention_bias": ("qkv_bias",)}, "partial": True, "neighbours": True, "fused": ("mlp.gate_up_proj",),
+}  # fmt: skip
 # In the order in which they are tried for a shape that is written.
 FAMILIES: dict[str, Family] = {
     "llama": Family(context=2048, reads=_BIASES),
@@ -136,6 +147,8 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(
         context=4096, defaults=_EPS | {"original_max_position_embeddings": 4096}, windows="all",
         ignored=("layer_types",), partial=True, longrope=("su", "yarn"), fused=("self_attn.qkv_proj", "mlp.gate_up_proj")),
+    "glm": Family(context=131072, **_GLM),
+    "glm4": Family(context=131072, shape={"post_norm": True}, keys=_GLM4_KEYS, **_GLM),
     "olmo2": Family(context=2048, defaults=_EPS, shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS),
     "olmo3": Family(
         context=2048, defaults=_EPS | _WINDOW | {"rope_theta": 5e5, "sliding_window_pattern": 4},

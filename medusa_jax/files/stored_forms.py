@@ -27,7 +27,7 @@ def as_llama(tensors: Tensors, family: Family, config: LlamaConfig) -> Tensors:
 
 
 def from_llama(tensors: Tensors, family: Family, config: LlamaConfig) -> Tensors:
-    """The inverse of `as_llama`, except that names stay a Llama's."""
+    """The inverse of `as_llama`."""
     order_H = np.argsort(_plane_order(family, config))
     tensors = with_offset(reordered(tensors, order_H), -family.norm_offset)
     for fused in family.fused:
@@ -35,7 +35,8 @@ def from_llama(tensors: Tensors, family: Family, config: LlamaConfig) -> Tensors
         for key in [key for key in tensors if f".{names[0]}." in key]:
             parts = [tensors.pop(key.replace(names[0], name)) for name in names]
             tensors[key.replace(names[0], fused)] = _joined(parts)
-    return tensors
+    theirs = {ours: theirs for theirs, ours in reversed(family.keys.items())}
+    return {_renamed(key, theirs): tensor for key, tensor in tensors.items()}
 
 
 def _renamed(key: str, names: dict[str, str]) -> str:
@@ -94,12 +95,11 @@ def from_neighbours(H: int) -> np.ndarray:
 def _plane_order(family: Family, config: LlamaConfig) -> np.ndarray:
     """The stored component of a head that is component i here, where plane i is (i, i + H / 2)."""
     H = config.head_dim
+    rotated, kept = np.split(np.arange(H), [config.rope_dim or H])
     if family.neighbours:
-        return from_neighbours(H)
-    half = (config.rope_dim or H) // 2
-    first, second, others = np.split(np.arange(H), [half, 2 * half])
-    kept = np.split(others, 2)
-    return np.concatenate([first, kept[0], second, kept[1]])
+        rotated = from_neighbours(len(rotated))
+    halves = zip(np.split(rotated, 2), np.split(kept, 2))
+    return np.concatenate([part for half in halves for part in half])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
