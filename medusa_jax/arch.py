@@ -27,7 +27,7 @@ Above0 = Annotated[float, AtLeast(1e-30)]
 # Fields that make layers unlike Llama's; in the layers of drafters they have their defaults.
 UNLIKE_LLAMA = (
     "rope_dim", "rope_window_theta", "rotated_layers", "sliding_window", "window_layers", "qk_norm_full",
-    "pre_norm", "post_norm", "activation", "gated_mlp", "embedding_multiplier", "residual_multiplier",
+    "qk_norm_late", "pre_norm", "post_norm", "activation", "gated_mlp", "embedding_multiplier", "residual_multiplier",
     "logit_divisor", "attention_multiplier",
 )  # fmt: skip
 
@@ -79,6 +79,8 @@ class LlamaConfig:
     qk_norm: bool = False
     # Queries and keys are normed over all heads at once, not by head.
     qk_norm_full: bool = False
+    # Queries and keys are normed after their rotation, not before it.
+    qk_norm_late: bool = False
     # Norms before attention and MLP, and of their outputs.
     pre_norm: bool = True
     post_norm: bool = False

@@ -202,7 +202,7 @@ void RunLayerOf(const Call& call) {
   l.shares = std::clamp<int64_t>(l.shares, 1, l.T);
   l.attn_norm = attn_norm.data, l.mlp_norm = has(mlp_norm, l.D) ? mlp_norm.data : nullptr;
   if (!has(q_norm, 0)) l.q_norm = q_norm.data, l.k_norm = k_norm.data;
-  l.all_heads = !has(q_norm, l.H);
+  l.all_heads = !has(q_norm, l.H), l.late = integer("late_norms");
   l.keys = new_keys.data, l.values = new_values.data, l.y = y.data;
   l.entered = {nullptr, nullptr, R, l.I, l.qkv.bits}, l.attended = {nullptr, nullptr, R, queries, l.out.bits};
   l.normed = {nullptr, nullptr, R, l.D, l.gate_up.bits}, l.inner = {nullptr, nullptr, R, l.F, l.down.bits};

@@ -23,7 +23,7 @@ struct Layer {
   const int32_t* paths;                   // [T, M + 1], see `Paths`
   const float *attn_norm, *mlp_norm;      // [D]; mlp_norm is null: the MLP reads its rows as they are
   const float *q_norm, *k_norm;           // [H], or [N, H] and [G, H] (`all_heads`); null: heads have none
-  bool all_heads;
+  bool all_heads, late;                   // late: heads are normed after their rotation
   const float *attn_out_norm, *mlp_out_norm;  // [D]; null: outputs are not normed
   Kernel qkv, out, gate_up, down;
   float *keys, *values;                   // [B, G, S, H]
@@ -60,9 +60,11 @@ struct Layer {
         std::memcpy(slot_of(values, n - N - G), head, H * 4);
         continue;
       }
-      if (q_norm && !all_heads) NormRow(head, n < N ? q_norm : k_norm, H, eps, head);
+      const float* norm = all_heads ? nullptr : n < N ? q_norm : k_norm;
+      if (norm && !late) NormRow(head, norm, H, eps, head);
       float* to = n < N ? queries + (r * N + n) * H : slot_of(keys, n - N);
       RotateHead(head, cos + r * H, sin + r * H, H, to);
+      if (norm && late) NormRow(to, norm, H, eps, to);
     }
   }
 

@@ -81,7 +81,7 @@ def layer(
         window=np.int64(mask.window), forms=np.array([FORMS[k.form] for k in kernels], np.int64),
         activations=np.int64(kernels[0].activations), eps=np.float64(config.rms_eps),
         residual_multiplier=np.float64(config.residual_multiplier),
-        query_multiplier=np.float64(config.query_multiplier),
+        query_multiplier=np.float64(config.query_multiplier), late_norms=np.int64(config.qk_norm_late),
         activation=np.int64(MLP_ACTIVATIONS.index(config.activation)),
     )  # fmt: skip
     return y_BTD, (keys_BGSH, values_BGSH)

@@ -42,6 +42,7 @@ class Family:
       rotates: layers that rotate: "all", "listed" (no_rope_layers) or "window" (those, if there is one).
       partial: partial_rotary_factor is read.
       longrope: other names of this rope type.
+      alpha: this number of dynamic scaling stretches the base, for texts of any length.
       expected: values of fields that would change the computation.
       keys: names of modules in checkpoints -> Llama's, replaced in this order.
       fused: matrices that are stored as one: "self_attn.qkv_proj", "mlp.gate_up_proj".
@@ -61,6 +62,7 @@ class Family:
     rotates: str = "all"
     partial: bool = False
     longrope: tuple[str, ...] = ("su",)
+    alpha: bool = False
     expected: Mapping[str, tuple] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     fused: tuple[str, ...] = ()
@@ -149,6 +151,9 @@ FAMILIES: dict[str, Family] = {
         ignored=("layer_types",), partial=True, longrope=("su", "yarn"), fused=("self_attn.qkv_proj", "mlp.gate_up_proj")),
     "glm": Family(context=131072, **_GLM),
     "glm4": Family(context=131072, shape={"post_norm": True}, keys=_GLM4_KEYS, **_GLM),
+    "hunyuan_v1_dense": Family(
+        context=2048, defaults=_EPS, shape={"qk_norm": True, "qk_norm_late": True}, reads=_BIAS, alpha=True,
+        keys={"query_layernorm": "q_norm", "key_layernorm": "k_norm"}),
     "olmo2": Family(context=2048, defaults=_EPS, shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS),
     "olmo3": Family(
         context=2048, defaults=_EPS | _WINDOW | {"rope_theta": 5e5, "sliding_window_pattern": 4},

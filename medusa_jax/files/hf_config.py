@@ -251,6 +251,9 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
     values = {n: value for n, value in (outer | rope).items() if value is not None}
     inner = Fields(file, values)
     fields["rope_theta"] = inner.number("rope_theta", 10000.0)
+    if family.alpha and kind == "dynamic" and "alpha" in values:
+        stretch = inner.number("alpha") ** (head_dim / (head_dim - 2))
+        kind, fields["rope_theta"] = "default", fields["rope_theta"] * stretch
     if (share := inner.number("partial_rotary_factor", 1.0)) != 1:
         if not family.partial or not 2 / head_dim <= share < 1:
             raise UserError(f"{file}: partial_rotary_factor {share} is not supported")

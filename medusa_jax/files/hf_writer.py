@@ -30,6 +30,7 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 # Names of transformers' classes that the model_type does not tell.
 CLASSES = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}
+CLASSES |= {"hunyuan_v1_dense": "HunYuanDenseV1"}
 
 
 def config_to_hf(config: LlamaConfig) -> Json:

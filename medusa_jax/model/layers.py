@@ -191,13 +191,17 @@ class Attention(nn.Module):
         k_BTGH = k.reshape(B, T, c.n_kv_heads, c.head_dim)
         # NaN in the key is enough for those who see a token; for others 0 * NaN would be NaN.
         v_BTGH = jnp.where(jnp.isnan(v), 0, v).reshape(B, T, c.n_kv_heads, c.head_dim)
-        if c.qk_norm:
+        if c.qk_norm and not c.qk_norm_late:
             q_BTNH = self.normed_heads("q_norm", q_BTNH)
             k_BTGH = self.normed_heads("k_norm", k_BTGH)
         q_BTNH = self.kernels.rotate(q_BTNH, *(row_of(x, only_B) for x in rope))
+        k_BTGH = self.kernels.rotate(k_BTGH, *rope)
+        if c.qk_norm and c.qk_norm_late:
+            q_BTNH = self.normed_heads("q_norm", q_BTNH)
+            k_BTGH = self.normed_heads("k_norm", k_BTGH)
         if c.query_multiplier != 1:
             q_BTNH = q_BTNH * c.query_multiplier
-        k_BGTH = self.kernels.rotate(k_BTGH, *rope).transpose(0, 2, 1, 3)
+        k_BGTH = k_BTGH.transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         new = (k_BGTH, v_BGTH)
         out_BTD, written = attention_of(self.kernels, q_BTNH, new, mask, cache, start_B)

@@ -119,6 +119,7 @@ def test_the_padding_of_a_prompt_is_not_computed(n, model):
         ("", {"qk_norm": True, "n_kv_heads": 1, "d_ff": 550}),
         ("bfloat16", {"qkv_bias": True, "out_bias": True, "mlp_bias": True}),
         ("int8", {"sliding_window": 7, "n_kv_heads": 4}),
+        ("", {"qk_norm": True, "qk_norm_late": True}),
     ],
 )
 def test_a_layer_in_one_call(weights, options):

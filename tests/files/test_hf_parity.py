@@ -94,6 +94,10 @@ CASES = {
     "phi3_window": ("Phi3", {"sliding_window": 7, "partial_rotary_factor": 0.5}),
     "glm": ("Glm", {"head_dim": 16}),
     "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.25}),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {"head_dim": 16, "rope_scaling": DYNAMIC | {"alpha": 50.0}},
+    ),
     "olmo2": ("Olmo2", {"attention_bias": True, "rope_theta": 300.0}),
     "olmo3": ("Olmo3", OLMO3 | {"rope_scaling": YARN, "rope_theta": 20.0}),
     "olmo3_listed": (

@@ -13,6 +13,7 @@ SHAPES = {
         "rope_long": (2.0, 9.0),
         "rope_original_max_position": 512,
     },
+    "hunyuan": {"qk_norm": True, "qk_norm_late": True},
     "olmo3": OLMO
     | {"qk_norm_full": True, "sliding_window": 3, "window_layers": (True, False)}
     | {"rope_scaling": "linear", "rope_factor": 2.0, "rope_window_theta": 50.0},

@@ -17,7 +17,7 @@ from medusa_jax.model.blocks import Blocks
 # general.architecture -> model_type. MiniCPM's metadata is Granite's.
 _SAME = ("llama", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "exaone")
 FAMILIES = dict(zip(_SAME, _SAME)) | {"minicpm": "granite", "gemma3": "gemma3_text"}
-FAMILIES |= {"gemma": "gemma"}
+FAMILIES |= {"gemma": "gemma", "hunyuan-dense": "hunyuan_v1_dense"}
 # The same for files with a window.
 WINDOWED = {"llama": "mistral", "olmo2": "olmo3"}
 # Architectures whose rows of queries and keys llama.cpp reorders: it rotates neighbours (2i, 2i + 1).
@@ -107,9 +107,11 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     head_dim = file.count(f"{arch}.attention.key_length", width // heads)
     rotated = file.count(f"{arch}.rope.dimension_count", head_dim)
     sizes = {f"attention.{name}": (head_dim,) for name in HEAD_SIZES}
-    expected = EXPECTED | sizes | {"rope.dimension_count_swa": (rotated,)}
+    expected: dict[str, tuple] = EXPECTED | sizes | {"rope.dimension_count_swa": (rotated,)}
     if arch == "granite":  # otherwise no layer rotates
         expected["rope.scaling.finetuned"] = (True,)
+    if arch == "hunyuan-dense":  # llama.cpp takes one expert as none
+        expected |= {"expert_count": (0, 1), "rope.scaling.alpha": (0.0,)}
     file.expect({f"{arch}.{name}": values for name, values in expected.items()})
     if "token_embd.weight" not in file.tensors:
         raise UserError(f"{file.file} is damaged: it has no tensor 'token_embd.weight'")

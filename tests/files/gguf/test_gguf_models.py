@@ -107,6 +107,11 @@ CASES = {
         {"block_count": 4, "attention.sliding_window": 7},
     ),
     "exaone": ("exaone", LLAMA3 | {"tie_embeddings": True}, {"rope.freq_base": THETA}),
+    "hunyuan": (
+        "hunyuan-dense",
+        {"qk_norm": True, "qk_norm_late": True, "head_dim": 16},
+        {"attention.key_length": 16, "attention.value_length": 16, "expert_count": 1},
+    ),
     "gemma": (
         "gemma",
         {"activation": "gelu_tanh", "embedding_multiplier": D**0.5, "head_dim": 16}
@@ -160,7 +165,7 @@ def save_both(case, folder, tokenizer_json):
         jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0)),
     )
     save_backbone(str(folder / "hf"), config, params, "float32")
-    arch_id = getattr(gguf.MODEL_ARCH, arch.upper())
+    arch_id = getattr(gguf.MODEL_ARCH, arch.upper().replace("-", "_"))
     names = gguf.get_tensor_name_map(arch_id, config.n_layers)
     tensors = {}
     for name, tensor in open_checkpoint(str(folder / "hf")).items():
