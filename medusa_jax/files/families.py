@@ -37,7 +37,8 @@ class Family:
       ignored: fields that are not read, since the family's transformers class does not read them.
       derived: fields of `LlamaConfig` that follow from others.
       windows: layers with the window if there are no layer_types: "" (the family has none), "all", "late" (from
-        max_window_layers on), or "period" (all but every n-th, n = sliding_window_pattern).
+        max_window_layers on), "period" (all but the last of n, n = sliding_window_pattern) or "fourth" (all but the
+        first of four).
       window_theta: layers with the window rotate with this base; 0: with that of the others.
       rotates: layers that rotate: "all", "listed" (no_rope_layers) or "window" (those, if there is one).
       partial: partial_rotary_factor is read.
@@ -99,6 +100,10 @@ _AFTER = {"pre_norm": False, "post_norm": True, "qk_norm": True}
 _TIED = {"tie_word_embeddings": True}
 _EPS = {"rms_norm_eps": 1e-5}
 _WINDOW = {"sliding_window": 4096}
+_CWM_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 _EXAONE_KEYS = {
     "transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "transformer.h": "model.layers",
     "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.attention": "self_attn",
@@ -119,6 +124,10 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(context=2048, reads=_BIASES),
     "mistral": Family(context=131072, defaults=_WINDOW | {"num_key_value_heads": 8}, windows="all"),
     "ministral": Family(context=131072, defaults=_WINDOW | {"num_key_value_heads": 8}, windows="all"),
+    "cwm": Family(
+        context=131072, defaults=_EPS | {
+            "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192, "rope_parameters": _CWM_ROPE},
+        reads={"mlp_bias": ("mlp_bias",)}, windows="fourth"),
     "qwen2": Family(
         context=32768, defaults=_WINDOW | {"num_key_value_heads": 32}, shape={"qkv_bias": True}, windows="late"),
     "qwen3": Family(

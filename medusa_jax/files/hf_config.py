@@ -76,6 +76,8 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
             f"{file}: quantization_config ({method}) is not supported; use the unquantised model"
         )
     raw = {name: value for name, value in raw.items() if name not in family.ignored}
+    tables = {n: x for n, x in family.defaults.items() if isinstance(x, list | dict)}
+    raw |= {n: x for n, x in tables.items() if raw.get(n) is None}
     named = {ours: theirs for theirs, ours in family.names.items() if theirs in raw}
     able = {**EXPECTED, **family.expected}
     said_or_usual = family.defaults | {
@@ -199,8 +201,7 @@ def _window_layers(family: Family, fields: Fields, n: int) -> tuple[bool, ...]:
       UserError: a kind of layer that is not supported.
     """
     older = {"attention": LAYER_KINDS[0]}  # Granite 4's files
-    kinds = fields.items("layer_types", str, family.defaults.get("layer_types", []))
-    kinds = [older.get(kind, kind) for kind in kinds]
+    kinds = [older.get(kind, kind) for kind in fields.items("layer_types", str, [])]
     supported = LAYER_KINDS if family.windows else LAYER_KINDS[:1]
     for kind in kinds:
         one_of(f"{fields.file}: a supported kind in layer_types", kind, supported)
@@ -217,6 +218,8 @@ def _window_layers(family: Family, fields: Fields, n: int) -> tuple[bool, ...]:
         return tuple(kind == LAYER_KINDS[1] for kind in kinds)
     if is_off:
         return (False,) * n
+    if family.windows == "fourth":
+        return tuple(i % 4 > 0 for i in range(n))
     start = fields.count("max_window_layers", 28, least=0) if late else 0
     period = fields.count("sliding_window_pattern") if family.windows == "period" else n + 1
     return tuple(i >= start and (i + 1) % period > 0 for i in range(n))

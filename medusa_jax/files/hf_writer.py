@@ -87,7 +87,7 @@ def _config_of(c: LlamaConfig, model_type: str, family: Family) -> Json:
     if family.windows == "late":
         raw["use_sliding_window"] = any(windows)
         raw["max_window_layers"] = windows.index(True) if any(windows) else c.n_layers
-    if family.windows in ("late", "period") or c.window_layers:
+    if family.windows in ("late", "period", "fourth") or c.window_layers:
         raw["layer_types"] = [LAYER_KINDS[window] for window in windows]
     if family.window_theta:
         local = {"rope_type": "default", "rope_theta": c.rope_window_theta or c.rope_theta}

@@ -240,10 +240,9 @@ def test_fields_that_a_file_may_leave_out(kind):
     rope = theirs.rope_parameters
     rope = rope.get("full_attention", rope)
     theirs.head_dim = getattr(theirs, "head_dim", None) or 16
-    names = {"granitemoehybrid": {"intermediate_size": "shared_intermediate_size"}}
+    names = {ours: name for name, ours in FAMILIES[kind].names.items()}
     for name, field in FIELDS.items():
-        name = names.get(kind, {}).get(name, name)
-        assert getattr(ours, field) == getattr(theirs, name), name
+        assert getattr(ours, field) == getattr(theirs, names.get(name, name)), name
     act = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     assert ours.activation == ACTIVATIONS[act]
     assert ours.rope_theta == rope["rope_theta"]

@@ -80,6 +80,7 @@ CASES = {
         {"layer_types": ["full_attention", "sliding_attention"]}
         | {"sliding_window": 5, "head_dim": 8},
     ),
+    "cwm": ("Cwm", DEEP | {"sliding_window": 5, "head_dim": 8, "bos_token_id": 1}),
     "qwen2_biases": ("Qwen2", {}),
     "qwen2_late_window": ("Qwen2", LATE),
     "qwen3_yarn_scaled": ("Qwen3", {"rope_scaling": YARN | SCALED, "rope_theta": 9.0}),
@@ -119,7 +120,7 @@ CASES = {
     "gemma3": ("Gemma3", GEMMA3 | {"rope_scaling": LINEAR, "rope_theta": 700.0}),
 }
 # Of the shape of another family, which they are saved as.
-RENAMED = {"granite4", "helium", "ernie", "seed_oss"}
+RENAMED = {"cwm", "granite4", "helium", "ernie", "seed_oss"}
 
 
 def build(case, directory):
