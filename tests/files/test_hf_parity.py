@@ -31,10 +31,12 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 24}
 LINEAR = {"rope_type": "linear", "factor": 2.5}
 DYNAMIC = {"rope_type": "dynamic", "factor": 3.0}
+ALPHA = DYNAMIC | {"alpha": 50.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 SCALED = {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.2}
 SCALED |= {"beta_fast": 2, "beta_slow": 0.4}
 LATE = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+MINISTRAL = {"layer_types": ["full_attention", "sliding_attention"]}
 DEEP = {"num_hidden_layers": 4}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 MULTIPLIED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4}
@@ -75,11 +77,7 @@ CASES = {
     "llama_biases": ("Llama", BIASES),
     "mistral_window": ("Mistral", {"sliding_window": 7}),
     "mistral_dynamic": ("Mistral", {"rope_scaling": DYNAMIC}),
-    "ministral": (
-        "Ministral",
-        {"layer_types": ["full_attention", "sliding_attention"]}
-        | {"sliding_window": 5, "head_dim": 8},
-    ),
+    "ministral": ("Ministral", MINISTRAL | {"sliding_window": 5, "head_dim": 8}),
     "cwm": ("Cwm", DEEP | {"sliding_window": 5, "head_dim": 8, "bos_token_id": 1}),
     "qwen2_biases": ("Qwen2", {}),
     "qwen2_late_window": ("Qwen2", LATE),
@@ -95,10 +93,7 @@ CASES = {
     "phi3_window": ("Phi3", {"sliding_window": 7, "partial_rotary_factor": 0.5}),
     "glm": ("Glm", {"head_dim": 16}),
     "glm4": ("Glm4", {"head_dim": 16, "partial_rotary_factor": 0.25}),
-    "hunyuan": (
-        "HunYuanDenseV1",
-        {"head_dim": 16, "rope_scaling": DYNAMIC | {"alpha": 50.0}},
-    ),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16, "rope_scaling": ALPHA}),
     "olmo2": ("Olmo2", {"attention_bias": True, "rope_theta": 300.0}),
     "olmo3": ("Olmo3", OLMO3 | {"rope_scaling": YARN, "rope_theta": 20.0}),
     "olmo3_listed": (

@@ -17,7 +17,7 @@ from medusa_jax.model.blocks import Blocks
 # general.architecture -> model_type. MiniCPM's metadata is Granite's.
 _SAME = ("llama", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "exaone")
 FAMILIES = dict(zip(_SAME, _SAME)) | {"minicpm": "granite", "gemma3": "gemma3_text"}
-FAMILIES |= {"gemma": "gemma", "hunyuan-dense": "hunyuan_v1_dense"}
+FAMILIES |= {"gemma": "gemma", "glm4": "glm4", "hunyuan-dense": "hunyuan_v1_dense"}
 # The same for files with a window.
 WINDOWED = {"llama": "mistral", "olmo2": "olmo3"}
 # Architectures whose rows of queries and keys llama.cpp reorders: it rotates neighbours (2i, 2i + 1).
@@ -38,6 +38,7 @@ EXPECTED = {
     "final_logit_softcapping": (0.0,),
     "expert_count": (0,),
     "nextn_predict_layers": (0,),
+    "rope.dimension_sections": ([0] * 4,),
     "rope.scaling.yarn_ext_factor": (1.0,),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
@@ -76,7 +77,11 @@ SCALE = re.compile(
 RENAMED = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
-}
+    "glm4": {
+        "ffn_up": "mlp.gate_up_proj", "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+}  # fmt: skip
 
 # LongRoPE's divisors for texts within the original context, and for longer ones.
 LONGROPE = {f"{kind}_factor": f"rope_factors_{kind}.weight" for kind in ("short", "long")}
@@ -274,7 +279,9 @@ def _zero_biases(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     parts = []
     if config["model_type"] == "qwen2" or config["attention_bias"]:
         parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
-    parts += ["self_attn.o_proj"] if config.get("attention_bias") else []
+    read = BY_MODEL_TYPE[config["model_type"]].reads.get("attention_bias", ())
+    has_out_bias = "out_bias" in read and config.get("attention_bias")
+    parts += ["self_attn.o_proj"] if has_out_bias else []
     parts += ["mlp"] if config.get("mlp_bias") else []
     zeros = {}
     for name, tensor in tensors.items():

@@ -72,7 +72,8 @@ _SPLITTINGS = {
         (r"\p{N}", _GPT2)
     ),
     "llama-bpe llama3 llama-v3 falcon3 pixtral midm-2.0": LLAMA3,
-    "smaug-bpe dbrx": Splitting((_LLAMA3,)),
+    "smaug-bpe dbrx chatglm-bpe": Splitting((_LLAMA3,)),
+    "glm4": Splitting((_LLAMA3,), whole_words=True),
     "qwen2 deepseek-r1-qwen": Splitting((_QWEN2,), normal_form=True),
     "megrez kormo stablelm2": Splitting((_QWEN2,)),
     "tekken": Splitting(

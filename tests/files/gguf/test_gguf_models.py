@@ -55,10 +55,15 @@ YARN = {"rope_scaling": "yarn", "rope_theta": 20.0, "rope_low_freq_factor": 1.0}
 YARN |= {"rope_high_freq_factor": 32.0, "rope_attention_factor": 0.1 * math.log(4) + 1}
 BIASES = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 WIDE = {"rope.dimension_count": 12, "attention.key_length": 12}
+WIDER = {"attention.key_length": 16, "attention.value_length": 16}
 MULTIPLIED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}
 MULTIPLIED |= {"logit_divisor": 2.0, "attention_multiplier": 0.25}
 SCALES = {"embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 2.0}
 OLMO2 = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_full": True}
+HUNYUAN = {"qk_norm": True, "qk_norm_late": True, "head_dim": 16}
+GLM4 = {"post_norm": True, "qkv_bias": True, "head_dim": 16, "rope_dim": 8}
+GEMMA = {"activation": "gelu_tanh", "embedding_multiplier": D**0.5, "head_dim": 16}
+GEMMA |= {"tie_embeddings": True}
 EVERY_FOURTH = (True, True, True, False)
 REORDERED = ("llama", "smollm3", "granite", "minicpm")
 # family of the file, fields of the configuration, keys of the metadata
@@ -107,17 +112,9 @@ CASES = {
         {"block_count": 4, "attention.sliding_window": 7},
     ),
     "exaone": ("exaone", LLAMA3 | {"tie_embeddings": True}, {"rope.freq_base": THETA}),
-    "hunyuan": (
-        "hunyuan-dense",
-        {"qk_norm": True, "qk_norm_late": True, "head_dim": 16},
-        {"attention.key_length": 16, "attention.value_length": 16, "expert_count": 1},
-    ),
-    "gemma": (
-        "gemma",
-        {"activation": "gelu_tanh", "embedding_multiplier": D**0.5, "head_dim": 16}
-        | {"tie_embeddings": True},
-        {"attention.key_length": 16, "attention.value_length": 16},
-    ),
+    "hunyuan": ("hunyuan-dense", HUNYUAN, WIDER | {"expert_count": 1}),
+    "glm4": ("glm4", GLM4, WIDER | {"rope.dimension_count": 8}),
+    "gemma": ("gemma", GEMMA, WIDER),
     "gemma3": (
         "gemma3",
         {"n_layers": 6, "sliding_window": 7, "window_layers": (True,) * 5 + (False,)}
@@ -450,6 +447,12 @@ def test_without_the_package(tmp_path, tokenizer_json, monkeypatch):
 # One row for each mechanism.
 REFUSED = [
     ({"final_logit_softcapping": 30.0}, {}, {}, "logit_softcapping 30.0 is not"),
+    (
+        {"rope.dimension_sections": [8, 12, 12, 0]},
+        {},
+        {},
+        r"sections \[8, 12, 12, 0\] is not",
+    ),
     ({"attention.causal": False}, {}, {}, "causal False is not supported"),
     ({"attention.key_length_swa": 4}, {}, {}, r"_swa 4 is not supported \(only 8\)"),
     ({"block_count": "two"}, {}, {}, "block_count should be int, not 'two'"),
