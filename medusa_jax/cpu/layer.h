@@ -1,4 +1,4 @@
-// One layer of the backbone over few new tokens after a cached text (`model/layers.py: Block`), in stages
+// One layer of the backbone over few new tokens after a cached text (`model/layers.py: DecoderLayer`), in stages
 // between which no thread goes to sleep.
 
 #pragma once

@@ -31,7 +31,7 @@ def layer(
     start_B: jax.Array,
     input_BTI: jax.Array | None = None,
 ) -> tuple[jax.Array, Pair]:
-    """x + attention(norm(x)), then this + mlp(norm(this)), in float32: as `Block`.
+    """x + attention(norm(x)), then this + mlp(norm(this)), in float32: as `DecoderLayer`.
 
     One call per layer keeps the threads awake and the memory busy, which about ten operations would not.
 

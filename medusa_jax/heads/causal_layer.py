@@ -14,7 +14,7 @@ from medusa_jax.heads.state import CacheState
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.kernels import PLAIN, Kernels
-from medusa_jax.model.layers import Block, RMSNorm, zero_output
+from medusa_jax.model.layers import DecoderLayer, RMSNorm, zero_output
 from medusa_jax.model.masks import CausalMask, Mask, PathMask, as_path
 from medusa_jax.model.rope import rope_tables
 
@@ -31,7 +31,7 @@ class CausalLayer(nn.Module):
     kernels: Kernels = PLAIN
 
     def setup(self) -> None:
-        self.layers_0 = Block(self.config, self.dtype, kernels=self.kernels)
+        self.layers_0 = DecoderLayer(self.config, self.dtype, kernels=self.kernels)
         if self.out_norm:
             self.norm = RMSNorm(self.config.rms_eps, self.dtype, self.kernels)
 

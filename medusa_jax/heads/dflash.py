@@ -49,7 +49,14 @@ from medusa_jax.heads.tapped import TappedConfig, TappedDrafter, check_numbers, 
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.draft_caches import BlockCache, LayerCache
-from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm, zero_output
+from medusa_jax.model.layers import (
+    Attention,
+    DecoderLayer,
+    Embed,
+    Linear,
+    RMSNorm,
+    zero_output,
+)
 from medusa_jax.model.masks import CausalMask, Mask, PathMask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
@@ -131,7 +138,7 @@ class DFlash(TappedDrafter):
         No Markov bias, and a confidence of one half.
         """
         h, c, D, A = self.heads, self.shape, self.llama.d_model, len(self.taps)
-        layer, at = Block(c, jnp.float32), jnp.zeros((1, 1), jnp.int32)
+        layer, at = DecoderLayer(c, jnp.float32), jnp.zeros((1, 1), jnp.int32)
         probe = jnp.zeros((1, 1, D)), rope_tables(c, at, jnp.float32), CausalMask()
         params: Params = {
             f"layers_{j}": zero_output(
@@ -260,9 +267,9 @@ class DFlash(TappedDrafter):
             mask = PathMask(jnp.ones((self.n_slots, self.n_slots), bool))
         x_BQD = self.block(backbone, root_BT).astype(dtype)
         for j, cache in enumerate(caches):
-            layer = x_BQD, rope, mask, cache, start_B
-            block = Block(c, dtype, kernels=kernels)
-            x_BQD, _ = applied(block, mine[f"layers_{j}"], *layer)
+            layer = DecoderLayer(c, dtype, kernels=kernels)
+            context = rope, mask, cache, start_B
+            x_BQD, _ = applied(layer, mine[f"layers_{j}"], x_BQD, *context)
         out_BQD = applied(RMSNorm(c.rms_eps, dtype, kernels), mine["norm"], x_BQD)
         return out_BQD.reshape(B, T, self.n_slots, -1)[:, :, -self.n_heads :]
 

@@ -28,7 +28,7 @@ from medusa_jax.heads.drafter import Params
 from medusa_jax.heads.levels import LevelDrafter, Stack
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.kernels import PLAIN, Kernels
-from medusa_jax.model.layers import Block, Linear
+from medusa_jax.model.layers import DecoderLayer, Linear
 from medusa_jax.model.masks import CausalMask
 
 
@@ -56,7 +56,7 @@ class Layers(Stack):
         dtype, kernels = self.dtype, self.kernels
         self.fc = Linear(self.config.d_model, self.fc_bias, dtype, kernels=kernels)
         self.layers = [
-            Block(self.config, dtype, kernels=kernels, input_norm=j > 0)
+            DecoderLayer(self.config, dtype, kernels=kernels, input_norm=j > 0)
             for j in range(self.n_layers)
         ]
 

@@ -35,7 +35,7 @@ from medusa_jax.heads.levels import LevelDrafter, Stack
 from medusa_jax.heads.tapped import TappedConfig, TappedDrafter
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.kernels import PLAIN, Kernels
-from medusa_jax.model.layers import Block, Linear, RMSNorm
+from medusa_jax.model.layers import DecoderLayer, Linear, RMSNorm
 from medusa_jax.model.masks import CausalMask
 from medusa_jax.sharding import PyTree
 
@@ -53,7 +53,7 @@ class Eagle3Config(TappedConfig):
     norm_before_residual: bool = False
 
 
-class WideBlock(Block):
+class WideLayer(DecoderLayer):
     """A decoder layer whose attention reads [norm(e) ; norm(a)], 2 D wide."""
 
     norm_before_residual: bool = False
@@ -62,7 +62,7 @@ class WideBlock(Block):
     def __call__(  # type: ignore[override]
         self, streams: tuple[jax.Array, jax.Array], *context: PyTree
     ) -> PyTree:
-        """a and e instead of x, the rest as in `Block`."""
+        """a and e instead of x, the rest as in `DecoderLayer`."""
         x_BTD, next_BTD = streams
         norm = partial(RMSNorm, self.config.rms_eps, self.dtype, self.kernels)
         normed_BTD = norm(name="hidden_norm")(x_BTD)
@@ -80,14 +80,14 @@ class Layers(Stack):
     def setup(self) -> None:
         c, dtype, h = self.config, self.dtype, self.heads
         norm = partial(RMSNorm, c.rms_eps, dtype, self.kernels)
-        block = partial(Block, c, dtype, kernels=self.kernels)
+        layer = partial(DecoderLayer, c, dtype, kernels=self.kernels)
         self.fc = Linear(c.d_model, False, dtype, kernels=self.kernels)
         if h.fc_norm:
             self.fc_norms = [norm() for _ in range(self.n_taps)]
-        first = WideBlock(
+        first = WideLayer(
             c, dtype, kernels=self.kernels, norm_before_residual=h.norm_before_residual
         )
-        self.layers = [first, *(block() for _ in range(1, h.n_layers))]
+        self.layers = [first, *(layer() for _ in range(1, h.n_layers))]
         self.norm = norm()
 
     def first_input(self, streams: jax.Array) -> jax.Array:

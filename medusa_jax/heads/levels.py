@@ -71,9 +71,9 @@ class Stack(nn.Module):
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x = self.first(x_BTD.astype(self.dtype), next_BTD.astype(self.dtype))
         caches, n = [], len(self.layers)
-        for j, (block, old) in enumerate(zip(self.layers, cache or [None] * n)):
+        for j, (layer, old) in enumerate(zip(self.layers, cache or [None] * n)):
             row_B = only_B if j == n - 1 else None
-            x, new = block(x, rope, mask, old, start_B, row_B)
+            x, new = layer(x, rope, mask, old, start_B, row_B)
             caches.append(new)
         return self.last(x), tuple(caches)
 

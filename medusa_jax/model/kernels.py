@@ -171,7 +171,7 @@ class Kernels:
         start_B: jax.Array,
         input_BTI: jax.Array | None = None,
     ) -> tuple[jax.Array, Pair]:
-        """Apply `layers.Block` to few tokens after a cached text, in one call.
+        """Apply `layers.DecoderLayer` to few tokens after a cached text, in one call.
 
         Args:
           input_BTI: what attention reads; None: the norm of x.

@@ -254,7 +254,7 @@ class Mlp(nn.Module):
         return linear(c.d_model, name="down_proj")(inner)
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm`, attention reads x.
 
     The configuration may leave these norms out and norm the outputs of attention and MLP. Norms are named as in Hugging

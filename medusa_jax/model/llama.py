@@ -18,7 +18,7 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.model.barrier import rematerialise
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.kernels import PLAIN, Kernels
-from medusa_jax.model.layers import Adapter, Block, Embed, Linear, RMSNorm
+from medusa_jax.model.layers import Adapter, DecoderLayer, Embed, Linear, RMSNorm
 from medusa_jax.model.masks import CausalMask, LayerMask, Mask, PathMask, TextMask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
@@ -26,12 +26,12 @@ from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
 
 
 @partial(jax.jit, static_argnums=0)
-def _run_layer(block: Block, variables: Params, *args: PyTree) -> PyTree:
-    """Apply an unbound `Block`.
+def _run_layer(layer: DecoderLayer, variables: Params, *args: PyTree) -> PyTree:
+    """Apply an unbound `DecoderLayer`.
 
     Under `jit`, a program traces and lowers one layer instead of each; XLA inlines the calls.
     """
-    return block.apply(variables, *args)
+    return layer.apply(variables, *args)
 
 
 class Llama(nn.Module):
@@ -66,7 +66,8 @@ class Llama(nn.Module):
             c.vocab_size, c.d_model, dtype=self.dtype, embedding_init=init
         )
         self.layers = [
-            Block(c, self.dtype, self.shards, self.kernels) for _ in range(c.n_layers)
+            DecoderLayer(c, self.dtype, self.shards, self.kernels)
+            for _ in range(c.n_layers)
         ]
         self.norm = RMSNorm(c.rms_eps, self.dtype, self.kernels)
         if not c.tie_embeddings:
@@ -184,16 +185,16 @@ class Llama(nn.Module):
         x_BTD = self.embed(tokens_BT)
         layers: list[Pair] = []
         streams = []
-        for i, block in enumerate(self.layers):
+        for i, layer in enumerate(self.layers):
             x_BTD = split_rows(self.mesh, x_BTD)
             streams.append(x_BTD)
             rope, mask = ropes[rotations[i]], masks[c.has_window(i)]
             if self.remat and not self.is_initializing():
-                x_BTD = self._run_rematerialised(block, x_BTD, rope, mask)
+                x_BTD = self._run_rematerialised(layer, x_BTD, rope, mask)
                 continue
             layer_cache = cache.layers[i] if cache is not None else None
             # Initialisation needs the bound layer, to create its parameters.
-            run = block if self.is_initializing() else partial(_run_layer, *block.unbind())
+            run = layer if self.is_initializing() else partial(_run_layer, *layer.unbind())
             x_BTD, written = run(x_BTD, rope, mask, layer_cache, start_B)
             assert isinstance(written, tuple)
             layers.append(written)
@@ -206,10 +207,10 @@ class Llama(nn.Module):
         return hidden_BTE, KVCache(layers=tuple(layers))
 
     def _run_rematerialised(
-        self, block: Block, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array], mask: Mask
+        self, layer: DecoderLayer, x_BTD: jax.Array, rope: Pair, mask: Mask
     ) -> jax.Array:
-        """Run a block whose activations the backward pass recomputes."""
-        unbound, variables = block.unbind()
+        """Run a layer whose activations the backward pass recomputes."""
+        unbound, variables = layer.unbind()
 
         def run(variables: Params, *args: PyTree) -> jax.Array:
             return _run_layer(unbound, variables, *args)[0]

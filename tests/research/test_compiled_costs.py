@@ -11,7 +11,7 @@ from research.compiled.costs import kernels, kernels_of, of_all_layers, step_cos
 from research.compiled.readers import read_program
 
 # A loop of a layer, its LM head, and a sampler of which one branch counts to 40.
-LAYER = "jit(decode_loop)/while/body/backbone/jit(_run_layer)/Block"
+LAYER = "jit(decode_loop)/while/body/backbone/jit(_run_layer)/DecoderLayer"
 TOP_P = "jit(decode_loop)/while/body/accept/sampling/top_p/cond"
 TEXT = f"""HloModule jit_decode_loop, is_scheduled=true
 
