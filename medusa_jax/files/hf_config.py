@@ -113,11 +113,11 @@ def _value(fields: Fields, name: str, ours: str) -> bool | int | float:
     return fields.count(name) if kind is int else fields.number(name, 1.0)
 
 
-def like_llama(file: str, layers: LlamaConfig) -> LlamaConfig:
-    """Layers of draft heads, as their file describes them.
+def check_like_llama(file: str, layers: LlamaConfig) -> None:
+    """Refuse draft heads whose layers, as their file describes them, are unlike Llama's.
 
     Raises:
-      UserError: they are not like Llama's, or have a window.
+      UserError: they are, or have a window.
     """
     if window := layers.sliding_window:
         raise UserError(
@@ -125,7 +125,6 @@ def like_llama(file: str, layers: LlamaConfig) -> LlamaConfig:
         )
     if layers != layers.llama_layers():
         raise UserError(f"{file}: draft heads with layers unlike Llama's are not supported")
-    return layers
 
 
 def _consistent(file: str, config: LlamaConfig) -> LlamaConfig:

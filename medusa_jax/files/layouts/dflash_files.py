@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf_config import like_llama, parse_config
+from medusa_jax.files.hf_config import check_like_llama, parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import dflash_config, speculators_config
@@ -95,7 +95,7 @@ class DFlashFiles(Layout):
         seen = ("is_causal", "layer_types")
         shape_alone = {k: x for k, x in values.items() if k not in seen}
         layer = parse_config(file, shape_alone | {"use_sliding_window": False})
-        like_llama(file, layer)
+        check_like_llama(file, layer)
         if not layer.qk_norm:
             raise UserError(
                 f"{file}: layers of {config.get('model_type')} are not supported"

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf_config import like_llama, parse_config
+from medusa_jax.files.hf_config import check_like_llama, parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import speculators_config
@@ -123,7 +123,8 @@ class Eagle3Files(Layout):
         # The last has an effect only with `parallel_draft_step`.
         known = {*_FLAGS, *EXPECTED, "parallel_draft_heads_num_layers"}
         check_others(file, fields, known)
-        layer = like_llama(file, parse_config(file, fields))
+        layer = parse_config(file, fields)
+        check_like_llama(file, layer)
         n_taps = sum(tensors["fc.weight"].shape[1:]) // layer.d_model
         counts = {
             "target_hidden_size": (layer.d_model,),

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.files.hf_config import ROPE, like_llama, read_config
+from medusa_jax.files.hf_config import ROPE, check_like_llama, read_config
 from medusa_jax.files.hf_keys import HARMLESS
 from medusa_jax.files.hf_keys import locate as locate_in_llama
 from medusa_jax.files.hf_writer import config_to_hf
@@ -56,7 +56,8 @@ class EagleFiles(Layout):
         Raises:
           UserError: no configuration of a Llama.
         """
-        llama = like_llama(files.directory, read_config(files.directory))
+        llama = read_config(files.directory)
+        check_like_llama(files.directory, llama)
         return StoredHeads(
             source=files.source,
             directory=files.directory,
