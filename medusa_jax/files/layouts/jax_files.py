@@ -25,19 +25,22 @@ from medusa_jax.heads.dflash import DFlashConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.tapped import TappedConfig
 
-TPU, SGLANG = "tpu-inference", "sglang-jax"
+TPU, SGLANG = "tpu_inference", "sglang_jax"
 # The base by which tpu-inference rotates DFlash's layers.
 THETA = 10.0**6
 # Whether a fault holds, and the reason after the engine's name.
 Faults = list[tuple[object, str]]
 
 
-class _ForTpu(Layout):
+class _ForJaxEngine(Layout):
     """Refuses heads that the engine misreads, and models that it does not know by name."""
 
-    name = "tpu_inference"
+    name = TPU
     loading = f"tpu-inference: {VLLM_COMMAND}"
-    engine: ClassVar[str] = TPU
+
+    @property
+    def engine(self) -> str:
+        return self.name.replace("_", "-")
 
     def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
         """Return the first reason that applies; the heads are checked before the model."""
@@ -48,7 +51,7 @@ class _ForTpu(Layout):
             return ""
         assert isinstance(heads, TappedConfig)
         size, width = heads.head_dim, llama.head_dim
-        if self.engine == TPU and size not in (0, width):
+        if self.name == TPU and size not in (0, width):
             return f"{self.engine} pads heads as the model's {width}, not {size}"
         try:
             architectures = config_to_hf(llama)["architectures"]
@@ -63,7 +66,7 @@ class _ForTpu(Layout):
     def unknown_model(self, drafter: str, architectures: list[str]) -> str:
         """The reason why the engine runs no such heads with a model; "" if it does."""
         known = ["LlamaForCausalLM", "Qwen3ForCausalLM"]
-        if self.engine == TPU and drafter == "eagle3":
+        if self.name == TPU and drafter == "eagle3":
             known = known[:1]
         if not {*known}.isdisjoint(architectures):
             return ""
@@ -81,7 +84,7 @@ class _ForTpu(Layout):
         super().write(export, out)
 
 
-class Eagle3ForTpu(_ForTpu, Eagle3Files):
+class Eagle3ForTpu(_ForJaxEngine, Eagle3Files):
     """EAGLE-3 heads for tpu-inference."""
 
     architecture = "LlamaForCausalLM"
@@ -93,7 +96,7 @@ class Eagle3ForTpu(_ForTpu, Eagle3Files):
     def faults(self, heads: HeadsConfig, llama: LlamaConfig | None) -> Faults:
         """One layer without EAGLE-3.1's additions, which reads the streams of the paper."""
         assert isinstance(heads, Eagle3Config)
-        unread = self.engine == SGLANG and heads.norm_before_residual
+        unread = self.name == SGLANG and heads.norm_before_residual
         faults: Faults = [
             (heads.n_layers != 1, f"runs one layer, not {heads.n_layers}"),
             (heads.fc_norm, "has no norms before fc (heads.fc_norm)"),
@@ -117,7 +120,7 @@ class Eagle3ForTpu(_ForTpu, Eagle3Files):
         return {"d2t": np.zeros(len(arrays["lm_head.weight"]), np.int64)} | arrays
 
 
-class DFlashForTpu(_ForTpu, DFlashFiles):
+class DFlashForTpu(_ForJaxEngine, DFlashFiles):
     """DFlash heads for tpu-inference."""
 
     drafters: ClassVar[tuple[str, ...]] = ("dflash",)
@@ -126,7 +129,7 @@ class DFlashForTpu(_ForTpu, DFlashFiles):
     def faults(self, heads: HeadsConfig, llama: LlamaConfig | None) -> Faults:
         """DFlash, in sglang-jax DSpark too, whose layers see all of the text and of the block."""
         assert isinstance(heads, DFlashConfig)
-        tpu, rank, narrow = self.engine == TPU, heads.markov_rank, heads.draft_vocab
+        tpu, rank, narrow = self.name == TPU, heads.markov_rank, heads.draft_vocab
         own = heads.lm_head != "shared"
         faults: Faults = [
             (narrow, f"scores all tokens, not the {narrow} of heads.draft_vocab"),
@@ -157,7 +160,7 @@ class DFlashForTpu(_ForTpu, DFlashFiles):
         ]
 
     def write(self, export: Export, out: str) -> None:
-        if self.engine == TPU:
+        if self.name == TPU:
             inform(
                 "tpu-inference 0.32.0 slows the slow planes of DFlash's rotation by 8, as Llama 3.1 does: texts of "
                 "thousands of tokens may accept fewer guesses"
@@ -174,7 +177,7 @@ _SGLANG_LOADING = (
 class Eagle3ForSglangJax(Eagle3ForTpu):
     """EAGLE-3 heads for sglang-jax."""
 
-    name, engine = "sglang_jax", SGLANG
+    name = SGLANG
     loading = f"{_SGLANG_LOADING} --speculative-num-steps {{heads}}`"
 
 
@@ -182,5 +185,5 @@ class BlocksForSglangJax(DFlashForTpu):
     """DFlash and DSpark heads for sglang-jax."""
 
     drafters = DFlashFiles.drafters
-    name, engine = "sglang_jax", SGLANG
+    name = SGLANG
     loading = f"{_SGLANG_LOADING} --speculative-num-steps 1`"
