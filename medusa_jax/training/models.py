@@ -74,7 +74,7 @@ def load_setup(plan: RunPlan, with_heads: bool = True) -> Setup:
     base: Json | None = None
     if files or not is_trained:
         dtype = jnp.float32 if is_trained else stored
-        params, mark = load_backbone(plan, files, dtype)
+        params, mark = first_backbone(plan, files, dtype)
         base = native_heads.base_record(plan.arch, mark)
         if is_trained:
             start["backbone"] = params
@@ -91,10 +91,10 @@ def load_setup(plan: RunPlan, with_heads: bool = True) -> Setup:
     return Setup(frozen, start, base, recipe)
 
 
-def load_backbone(
+def first_backbone(
     plan: RunPlan, files: BaseFiles | None, dtype: DTypeLike
 ) -> tuple[PyTree, str]:
-    """Load the backbone of these files, or make a random one; returns its parameters and fingerprint."""
+    """Load the backbone that training starts from, or make a random one; returns its parameters and fingerprint."""
     arch, mesh, kind = plan.arch, plan.mesh, plan.model.quantise
     key = jax.random.key(plan.train.seed)
 

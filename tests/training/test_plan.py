@@ -16,7 +16,7 @@ from medusa_jax.files.hf_config import SCALINGS
 from medusa_jax.heads.dflash import DSparkConfig
 from medusa_jax.sharding import AXES
 from medusa_jax.training import plan as plans
-from medusa_jax.training.models import load_backbone
+from medusa_jax.training.models import first_backbone
 from medusa_jax.training.partition import TABLE
 from medusa_jax.training.plan import RunPlan
 
@@ -30,7 +30,7 @@ def test_a_plan_has_the_shape_of_the_model_and_its_added_layers(model):
     assert plan.groups == ("backbone", "heads")
     assert plan.drafter is not None and plan.drafter.llama == plan.arch
     assert cfg.model.arch.n_layers == 1  # the configuration is unchanged
-    params, mark = load_backbone(plan, BaseFiles.open(model), np.float32)
+    params, mark = first_backbone(plan, BaseFiles.open(model), np.float32)
     assert mark == fingerprint(plan.arch, params)
 
 
