@@ -20,13 +20,13 @@ from medusa_jax.files.hf_keys import locate
 from medusa_jax.files.source import flatten
 from medusa_jax.files.stored_forms import from_llama
 from medusa_jax.files.tensor import Tensor, read_whole
-from medusa_jax.files.tensors import save_safetensors
+from medusa_jax.files.tensors import INDEX, WEIGHTS, save_safetensors
 from medusa_jax.hosts import first, on_host
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json, write_json
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE_FILE = WEIGHTS[0]
+INDEX_FILE = SINGLE_FILE + INDEX
 SHARD_BYTES = 5 * 10**9
 # Names of transformers' classes that the model_type does not tell.
 CLASSES = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}
@@ -174,7 +174,7 @@ def save_weights(
 
     itemsize = np.dtype(dtype).itemsize
     # New shards must not overwrite the shards that an existing index names.
-    has_index = os.path.exists(os.path.join(directory, INDEX))
+    has_index = os.path.exists(os.path.join(directory, INDEX_FILE))
     stem = f"model-{secrets.token_hex(4)}" if has_index else "model"
     plan = split_state_dict_into_shards_factory(
         shapes,
@@ -184,7 +184,7 @@ def save_weights(
     )
     files = plan.filename_to_tensors
     if not plan.is_sharded:
-        files = {WEIGHTS: list(shapes)}
+        files = {SINGLE_FILE: list(shapes)}
     for name, keys in files.items():
         path = os.path.join(directory, name)
         if not first():
@@ -195,7 +195,7 @@ def save_weights(
         save_safetensors(path, arrays, {"format": "pt"})
     if not first():
         return
-    index = os.path.join(directory, INDEX)
+    index = os.path.join(directory, INDEX_FILE)
     if plan.is_sharded:
         content = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         write_json(index, content)

@@ -148,7 +148,7 @@ def targets(tmp_path_factory, sentencepiece_dir, tokenizer_json):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf_writer, "SHARD_BYTES", 4000)
         write_base(sharded)
-    add("index", sharded / hf_writer.INDEX, read_model, sharded, same=False)
+    add("index", sharded / hf_writer.INDEX_FILE, read_model, sharded, same=False)
 
     file = tiny(root / "a.gguf", tokenizer_json)
     (root / "gguf").mkdir()

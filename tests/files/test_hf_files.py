@@ -471,7 +471,7 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     in_one = weights_in(path)
     monkeypatch.setattr(hf_writer, "SHARD_BYTES", 4000)
     save_backbone(path, TINY, params[0], "float32")
-    index = json.loads((tmp_path / hf_writer.INDEX).read_text())
+    index = json.loads((tmp_path / hf_writer.INDEX_FILE).read_text())
     first = set(index["weight_map"].values())
     assert len(first) > 2 and all((tmp_path / f).stat().st_size < 40_000 for f in first)
     assert f"model-00001-of-{len(first):05d}.safetensors" in first
