@@ -1,8 +1,8 @@
 """Shapes of models and heads, and the types that they are computed and stored in.
 
 `LlamaConfig` and `HeadsConfig` are hashable, so they can be attributes of Flax modules and static arguments of
-`jax.jit`. They are mutable for recipes, the command line of a training and `hf_config._consistent`, which assign to
-their fields before they are used; nothing else may.
+`jax.jit`. They are mutable for recipes and the command line of a training, which assign to their fields before they
+are used; nothing else may.
 """
 
 from dataclasses import dataclass, replace

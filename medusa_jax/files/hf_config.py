@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 from medusa_jax.arch import LlamaConfig
@@ -133,17 +133,18 @@ def _consistent(file: str, config: LlamaConfig) -> LlamaConfig:
     Raises:
       UserError: sizes do not fit together.
     """
-    original = config.rope_original_max_position
+    original, changed = config.rope_original_max_position, Json()
     if config.rope_scaling == "yarn":  # Qwen's files keep the original context
         context = min(config.rope_factor * original, 2**31 - 1)
-        config.max_position = max(config.max_position, int(context))
+        changed["max_position"] = max(config.max_position, int(context))
     if config.rope_scaling == "longrope":
-        config.max_position = min(config.max_position, original)
+        changed["max_position"] = min(config.max_position, original)
     if config.attention_multiplier == config.head_dim**-0.5:
-        config.attention_multiplier = 0.0
+        changed["attention_multiplier"] = 0.0
     same_base = config.rope_window_theta == config.rope_theta
     if not config.sliding_window or (same_base and config.rope_scaling == "none"):
-        config.rope_window_theta = 0.0
+        changed["rope_window_theta"] = 0.0
+    config = replace(config, **changed)
     if problem := contradiction(config):
         raise UserError(f"{file}: {problem}")
     return config
