@@ -9,7 +9,7 @@ from medusa_jax.files.known import file_of, named_model, names
 # The folder of named chat templates.
 TEMPLATES_FOLDER = "additional_chat_templates"
 TEMPLATES = f"{TEMPLATES_FOLDER}/*.jinja"
-MODEL_FILES = ["*.json", "*.jinja", TEMPLATES, "tokenizer.model", "*.txt"]
+# A model's configuration and tokenizer.
 TOKENIZER_FILES = ["*.json", "*.jinja", TEMPLATES, "*.model", "*.txt"]
 # Descriptions of draft heads, and this project's weights of heads.
 HEAD_FILES = [
@@ -49,9 +49,9 @@ def resolve(path_or_id: str, files: list[str] | None = None) -> str:
         )
     if files is not None:
         return _snapshot(repo, revision, files)
-    directory = _snapshot(repo, revision, [*MODEL_FILES, "*.safetensors"])
+    directory = _snapshot(repo, revision, [*TOKENIZER_FILES, "*.safetensors"])
     if not any(name.endswith(".safetensors") for name in os.listdir(directory)):
-        directory = _snapshot(repo, revision, [*MODEL_FILES, "pytorch_model*.bin"])
+        directory = _snapshot(repo, revision, [*TOKENIZER_FILES, "pytorch_model*.bin"])
     return directory
 
 
