@@ -165,7 +165,7 @@ class Stage:
         means = {"loss": sums.nll / scored, "top1": sums.top1 / n, "top5": sums.top5 / n}
         is_narrow = self.drafter is not None and self.drafter.heads.draft_vocab
         coverage = {"inside": sums.scored / n} if is_narrow else {}
-        if self.offsets[0] != 1 or len(self.offsets) == 1:
+        if self.view is None or not self.trains_backbone:
             return means | coverage
         lm = {f"lm_{name}": x[0] for name, x in means.items()}
         lm["lm_objective"] = objectives.next_token_mean(
