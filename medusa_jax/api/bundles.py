@@ -20,6 +20,13 @@ DEMO = Path(__file__).parents[1] / "demo"
 MODELS = Path(__file__).parents[1] / "models"
 
 
+def name_of(model: str | None) -> str:
+    """The name of a model: its name or hub id, or a path without its folder."""
+    if model and os.path.exists(model):
+        return os.path.basename(os.path.abspath(model))
+    return model or "demo"
+
+
 def default_drafter(model: str | None) -> str:
     """The default heads of a model: those bundled with the demo, its name or its weights, or "none"."""
     if model is None:

@@ -1,13 +1,12 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike, fspath
 
-from medusa_jax.api.bundles import default_drafter, find_model
+from medusa_jax.api.bundles import default_drafter, find_model, name_of
 from medusa_jax.api.form import choose_form, default_dtype, product_forms, read_backbone
 from medusa_jax.api.loaded_drafter import find_drafter, open_drafter
 from medusa_jax.api.model import Model
@@ -144,7 +143,7 @@ def load(
         form,
         devices,
         trees,
-        name=os.path.basename(os.path.abspath(model_path)) if model_path else "demo",
+        name=name_of(model_path),
         eos_ids=files.eos_ids if eos_ids is None else eos_ids,
         no_repeat_ngram_size=files.ngram_size(no_repeat_ngram_size),
         repetition_penalty=files.defaults.repetition_penalty,

@@ -71,7 +71,7 @@ def answer_calls(
     limits = Limits(
         flags.max_body, flags.timeout, flags.read_timeout, connections=most_connections()
     )
-    name = flags.name or name_of(flags.model)
+    name = flags.name or server.model.name
     host, port = listener.getsockname()[:2]
     app = make_app(
         server,
@@ -99,13 +99,6 @@ def answer_calls(
     http = make_listener(app, limits, flags.drain)
     server.when_failed(lambda: setattr(http, "should_exit", True))
     http.run([listener])
-
-
-def name_of(model: str | None) -> str:
-    """The name of a model for clients: a path without its folder."""
-    if model and os.path.exists(model):
-        return os.path.basename(os.path.abspath(model))
-    return model or "demo"
 
 
 def chosen_template(model: Model, template: str | None, name: str | None) -> str:

@@ -11,7 +11,7 @@ import pytest
 from served import events_of, texts_of
 from tiny import write_model
 
-from medusa_jax.commands import serve_run
+from medusa_jax.api.bundles import name_of
 from medusa_jax.commands.serve_run import known_hosts, read_key
 
 
@@ -37,12 +37,12 @@ def test_clients_do_not_learn_where_a_model_is(tmp_path, monkeypatch):
     (folder / "a.gguf").write_bytes(b"")
     monkeypatch.chdir(folder)
     for path in (str(folder), f"{folder}/", ".", "../llama"):
-        assert serve_run.name_of(path) == "llama"
+        assert name_of(path) == "llama"
     for path in (str(folder / "a.gguf"), "a.gguf"):
-        assert serve_run.name_of(path) == "a.gguf"
-    assert serve_run.name_of(None) == "demo"
+        assert name_of(path) == "a.gguf"
+    assert name_of(None) == "demo"
     for name in ("smollm2", "owner/name@main"):
-        assert serve_run.name_of(name) == name
+        assert name_of(name) == name
 
 
 @pytest.fixture
