@@ -43,7 +43,7 @@ def run(flags: Flags, began: float) -> int:
     job = read_job(flags)
     load_seconds = time.perf_counter() - began
     if flags.prompts_file:
-        from medusa_jax.commands.request_file import answer_file
+        from medusa_jax.commands.answer_file import answer_file
 
         return answer_file(job, batch_size=flags.batch_size, show_drafts=flags.show_drafts)
     if flags.json:
