@@ -25,7 +25,7 @@ class ProgressBar(tqdm):
     ) -> None:
         """Begin; `done` of `total` were done before. With `shown` false nothing is printed."""
         self.what, self.noun, self.before, self.done, self.note = what, unit, done, done, ""
-        self.begun = 0.0  # work on units that have not ended, in units
+        self.unfinished = 0.0  # work done on units that have not ended, in units
         self.began = self.told = time.perf_counter()
         self.shown, self.ended = shown, threading.Event()
         if done and shown:
@@ -78,7 +78,7 @@ class ProgressBar(tqdm):
         parts = [f"{self.what}: {self.done} of {self.total} {self.noun}s"]
         if self.note or new:
             parts.append(self.note or _each(seconds / new))
-        if work := new + self.begun:
+        if work := new + self.unfinished:
             parts.append(
                 f"{duration(seconds * max(self.total - self.before - work, 0) / work)} left"
             )

@@ -72,7 +72,7 @@ class Writer:
             self.seconds = spent + time.perf_counter() - start
             current = int(n_new_B[:n].sum())
             ended = self.progress.done - done
-            self.progress.begun = max(current / options.max_new_tokens - ended, 0.0)
+            self.progress.unfinished = max(current / options.max_new_tokens - ended, 0.0)
             self.show(current)
 
         results = self.model.generate(
