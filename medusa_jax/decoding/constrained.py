@@ -9,8 +9,8 @@ tree with the tokens that are forced, replaces forbidden drafts, and computes th
     device                                               | verify, accept, draft the next tree  |
 
 On a fast CPU each dispatch costs a millisecond, a fifth of a step of a small model. So where the device can call the
-host, `stream` runs a loop of steps there (`host_step.py`). A server dispatches every step: its rows do not wait for each
-other.
+host, `stream` runs a loop of steps there (`constrained_step.py`). A server dispatches every step: its rows do not wait
+for each other.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -23,8 +23,8 @@ import numpy as np
 from medusa_jax.constraints.guide import Guide
 from medusa_jax.constraints.host_work import FillWorks, RowWork, fill_all
 from medusa_jax.decoding import generation
+from medusa_jax.decoding.constrained_step import HostInputs, constrained_step, next_inputs
 from medusa_jax.decoding.generation import Keep, begin, end_wanted, grow
-from medusa_jax.decoding.host_step import HostInputs, constrained_step, next_inputs
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK

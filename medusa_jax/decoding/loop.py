@@ -51,7 +51,8 @@ def decode_loop(
     def one(carry: Carry) -> Carry:
         step, state, deferred = carry
         if state.host_1 is not None:
-            from medusa_jax.decoding.host_step import host_step  # only for constraints
+            # Only for constraints.
+            from medusa_jax.decoding.constrained_step import host_step
 
             state = host_step(engine, variables, state)
         elif deferred is None:

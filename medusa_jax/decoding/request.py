@@ -38,7 +38,7 @@ class DecodeRequest:
       epsilon, delta: thresholds of typical acceptance.
       penalties: biases and penalties.
       guides: the constraint of each row, not used before; None if no row has one.
-      host: answers the steps with guides, `host_step.host_step`.
+      host: answers the steps with guides, `constrained_step.host_step`.
       gate: of a gated engine, before the first step.
       costs: times of the gate's sizes, which streams measure.
       drafts: (nodes, drafter) of each tree that a step may take, for reports; empty when serving.
