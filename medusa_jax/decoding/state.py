@@ -20,7 +20,7 @@ from medusa_jax.model.llama import Llama
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.programs import program
 from medusa_jax.sharding import Params, PyTree, on_all
-from medusa_jax.tree.tree import Tree, stand_in
+from medusa_jax.tree.tree import Tree, chain_as_deep
 
 # Positions of plain steps that the drafter reads in one pass (`gated.py`).
 DEFERRED = 16
@@ -89,7 +89,7 @@ class Engine:
         It keeps only the tree's depth and whether it has copied nodes, so trees of equal depth share
         these compiled programs.
         """
-        return replace(self, tree=stand_in([self.tree]), gated=(), short=None)
+        return replace(self, tree=chain_as_deep([self.tree]), gated=(), short=None)
 
     @property
     def keeps_text(self) -> bool:

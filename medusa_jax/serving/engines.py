@@ -11,7 +11,7 @@ from medusa_jax.heads.registry import no_drafter
 from medusa_jax.serving.job import Group
 from medusa_jax.serving.ladder import ladder_sizes
 from medusa_jax.serving.request import MOST_BEST
-from medusa_jax.tree.tree import Tree, stand_in
+from medusa_jax.tree.tree import Tree, chain_as_deep
 
 
 class Engines:
@@ -35,9 +35,9 @@ class Engines:
         # All programs but the step depend on the tree's depth alone (`Engine.depth_only`), so all trees share those of
         # the deepest. It has copies, so that all states have the text.
         copies = Tree.copies(deepest.depth)
-        self.longest = stand_in([*all_trees, copies]).path_length
+        self.longest = chain_as_deep([*all_trees, copies]).path_length
         chain = Tree.copies(constrained.MANY)
-        self.common = replace(engine, tree=stand_in([*all_trees, copies, chain]))
+        self.common = replace(engine, tree=chain_as_deep([*all_trees, copies, chain]))
         n = min(MOST_BEST, engine.llama.config.vocab_size)
         self.with_logprobs = replace(self.common, logprobs=n)
         depth = self.longest - 1

@@ -317,7 +317,7 @@ def _check_size(n_nodes: int, depth: int) -> None:
         )
 
 
-def stand_in(trees: Iterable[Tree]) -> Tree:
+def chain_as_deep(trees: Iterable[Tree]) -> Tree:
     """Return a chain as deep as the deepest of `trees`, copied if any of them has copied nodes.
 
     A program compiled for it fits all of them if it depends only on the length of a step and on
