@@ -208,5 +208,12 @@ def test_what_is_refused(client, http, fields, about):
         client.responses.retrieve("resp_1")
 
 
+def test_endpoints_that_there_are_not(client):
+    """They are not found, and do not say that an answer would have to be stored."""
+    for ask in (client.responses.input_tokens.count, client.responses.compact):
+        with pytest.raises(openai.NotFoundError, match="Not Found"):
+            ask(model=NAME, input="x")
+
+
 def test_names_to_include_are_those_of_the_client():
     assert {*INCLUDED} == {*get_args(ResponseIncludable)}

@@ -83,7 +83,9 @@ def make_app(
             Route("/v1/chat/completions", port.chat, methods=["POST"]),
             Route("/v1/responses", port.responses, methods=["POST"]),
             Route(
-                "/v1/responses/{id:path}", port.stored, methods=["GET", "POST", "DELETE"]
+                "/v1/responses/resp_{id:path}",
+                port.stored,
+                methods=["GET", "POST", "DELETE"],
             ),
             Route("/infill", port.infill, methods=["POST"]),
         ],
