@@ -285,8 +285,9 @@ class Port:
     def _check_key(self, request: HttpRequest) -> None:
         if not self._key:
             return
-        header = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(header, f"Bearer {self._key}".encode()):
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(sent.strip().encode(), self._key.encode())
+        if scheme.lower() != "bearer" or not is_right:
             message = "the key is wrong or missing: send Authorization: Bearer KEY"
             raise HttpError(401, message, code="invalid_api_key")
 
