@@ -125,7 +125,7 @@ def read_key(file: str | None) -> str:
     """The key that clients must send; "" for none.
 
     Raises:
-      UserError: the file cannot be read or contains no key.
+      UserError: the file cannot be read or contains no key, or one that clients cannot send.
     """
     if file is None:
         where, key = f"the variable {KEY}", os.environ.get(KEY, "")
@@ -137,6 +137,8 @@ def read_key(file: str | None) -> str:
     key = key.strip()
     if not key:
         raise UserError(f"{where} holds no key")
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{where} holds a key with characters outside printable ASCII")
     return key
 
 

@@ -13,6 +13,7 @@ from tiny import write_model
 
 from medusa_jax.api.bundles import name_of
 from medusa_jax.commands.serve_run import known_hosts, read_key
+from medusa_jax.errors import UserError
 
 
 def test_the_key(monkeypatch, tmp_path):
@@ -22,6 +23,10 @@ def test_the_key(monkeypatch, tmp_path):
     assert read_key(None) == "open sesame"
     (tmp_path / "key").write_text("of a file\n")
     assert read_key(str(tmp_path / "key")) == "of a file"
+    for key in ("clé", "a\nb", "a\x7f", "\u200ba"):  # httpx encodes headers in ASCII
+        (tmp_path / "key").write_text(key, encoding="utf-8")
+        with pytest.raises(UserError, match="key holds a key with characters outside"):
+            read_key(str(tmp_path / "key"))
 
 
 def test_hosts_without_a_key():
