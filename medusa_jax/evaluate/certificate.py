@@ -88,7 +88,7 @@ def _replay(
     row = text_T[None], jnp.arange(T)[None], jnp.ones_like(text_T)[None]
     features = drafter.features(params, backbone, TextRows(hidden_BTE, *row))[:, 0, :P]
     logits = [drafter.head_logits(params, backbone, k, x) for k, x in enumerate(features)]
-    fused_PD = states_PE
+    fused_PD = states_PE[:, :D]  # for a drafter without `first_input`
     if isinstance(drafter, TappedDrafter):
         fused_PD = drafter.first_input(params, backbone, hidden_BTE)[0, :P]
     return fused_PD, jnp.stack(logits), backbone.ids_of(jnp.arange(backbone.outputs))
@@ -160,12 +160,19 @@ def read(directory: str) -> Certificate:
     if not FORMAT.items() <= given.items():
         raise UserError(f"{file} is no certificate of version {FORMAT['version']}")
     try:
-        facts, (K, P, _) = json.loads(given["facts"]), arrays["top_ids"].shape
-        sizes = [arrays[name].shape for name in ("top_logits", "chain", "token_ids")]
-        fits = sizes == [arrays["top_ids"].shape, (K,), (P + K,)]
-        fits &= arrays["states"].ndim == 3 and arrays["states"].shape[1] == P
-        fits &= {"model", "taps", "window"} <= facts.keys()
-    except (ValueError, LookupError, AttributeError):
+        facts, (K, P, N) = json.loads(given["facts"]), arrays["top_ids"].shape
+        A, _, D = arrays["states"].shape
+        forms = {
+            "token_ids": ("i", (P + K,)),
+            "chain": ("i", (K,)),
+            "states": ("f", (A, P, D)),
+            "top_ids": ("i", (K, P, N)),
+            "top_logits": ("f", (K, P, N)),
+        }
+        forms |= {"fused": ("f", (P, D))} if facts["taps"] else {}
+        fits = forms == {name: (x.dtype.kind, x.shape) for name, x in arrays.items()}
+        fits &= {"model", "window"} <= facts.keys()
+    except (ValueError, LookupError, TypeError):
         fits = False
     if not fits:
         raise UserError(f"{file} is damaged: delete it, and record another with --write")

@@ -285,22 +285,23 @@ def test_a_missing_certificate_is_one_sentence(made, tmp_path):
     (tmp_path / "certificate.safetensors").rename(tmp_path / certificate.CERTIFICATE)
     with refused("is no certificate of version 1"):
         certificate.read(str(tmp_path))
-    arrays = {name: np.zeros(2, np.int32) for name in ("token_ids", "chain")}
-    arrays |= {name: np.zeros((1, 1, 2)) for name in ("states", "top_ids", "top_logits")}
-    facts = json.dumps({"model": "", "taps": [], "window": 0})
-    for wrong, more in (
-        ({}, "[]"),
-        ({}, "{"),
-        ({}, "{}"),
-        ({"chain": arrays["states"]}, facts),
-    ):
-        metadata = certificate.FORMAT | {"facts": more}
-        save_file(arrays | wrong, tmp_path / certificate.CERTIFICATE, metadata)
+    ids, numbers = np.zeros((1, 1, 2), np.int32), np.zeros((1, 1, 2), np.float32)
+    arrays = {"token_ids": ids[0, 0], "chain": ids[0, :, 0], "top_ids": ids}
+    arrays |= {"states": numbers, "fused": numbers[0], "top_logits": numbers}
+    facts = {"model": "", "taps": [0], "window": 0}
+
+    def written(arrays, facts):
+        metadata = certificate.FORMAT | {"facts": facts}
+        save_file(arrays, tmp_path / certificate.CERTIFICATE, metadata)
+        return certificate.read(str(tmp_path))
+
+    said = json.dumps(facts)
+    wrong = [(arrays, more) for more in ("[]", "{", "{}", said.replace("[0]", "[]"))]
+    for name, x in arrays.items():
+        others = (x.repeat(2, -1), x[None], x.astype("if"[x.dtype.kind == "i"]))
+        wrong += [(arrays | {name: other}, said) for other in others]
+        wrong.append(({key: arrays[key] for key in arrays if key != name}, said))
+    for what in wrong:
         with refused("is damaged"):
-            certificate.read(str(tmp_path))
-    save_file(
-        arrays | {"chain": np.zeros(1)},
-        tmp_path / certificate.CERTIFICATE,
-        certificate.FORMAT | {"facts": facts},
-    )
-    assert certificate.read(str(tmp_path)).facts["window"] == 0
+            written(*what)
+    assert written(arrays, said).facts == facts
