@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 
 from medusa_jax.errors import UserError, did_you_mean, first_line
 from medusa_jax.files.known import file_of, named_model, names
@@ -62,8 +63,11 @@ def _of_gguf(file: str, sha256: str = "") -> str:
 
 
 def is_here(path_or_id: str) -> bool:
-    """Whether `resolve` needs no network; a name's package may be missing."""
-    return path_or_id in names() or os.path.exists(path_or_id)
+    """Whether the files of a path or name are on this machine."""
+    if row := named_model(path_or_id):
+        with suppress(UserError):
+            return bool(file_of(row))
+    return os.path.exists(path_or_id)
 
 
 def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:

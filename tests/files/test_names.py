@@ -85,6 +85,7 @@ def test_a_package_that_is_missing_or_another(tiny, monkeypatch):
         monkeypatch.setattr(known, "KNOWN", [*KNOWN, row])
         with refused(message):
             resolve("tiny")
+        assert is_here("tiny") == ("sha256" in changes)
     with refused(r"not a directory, hub id .* or name \(smollm2, tiny\)"):
         resolve("tyni")
 

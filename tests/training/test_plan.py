@@ -1,5 +1,6 @@
 """What a run does, resolved from its configuration: shapes, devices, microbatches, bounds of fields."""
 
+import dataclasses
 import typing
 
 import numpy as np
@@ -10,6 +11,7 @@ from training_setup import tiny_config, training_arch
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import Config, TrainConfig, override
 from medusa_jax.errors import UserError
+from medusa_jax.files import known
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hf_config import SCALINGS
@@ -34,10 +36,13 @@ def test_a_plan_has_the_shape_of_the_model_and_its_added_layers(model):
     assert mark == fingerprint(plan.arch, params)
 
 
-def test_a_dry_plan_downloads_nothing(monkeypatch):
-    """A model on the hub has the recipe's shape; a run reads its files."""
+@pytest.mark.parametrize("path", ["some/model", "smollm2"])
+def test_a_dry_plan_downloads_nothing(path, monkeypatch):
+    """A model on the hub or of a missing package has the recipe's shape; a run reads its files."""
+    missing = [dataclasses.replace(row, package="no_such_package") for row in known.KNOWN]
+    monkeypatch.setattr(known, "KNOWN", missing)
     cfg = tiny_config("")
-    cfg.model.path = "some/model"
+    cfg.model.path = path
 
     def download(path, files=None):
         raise UserError(f"{path} would be downloaded")
@@ -46,7 +51,7 @@ def test_a_dry_plan_downloads_nothing(monkeypatch):
     plan = RunPlan(cfg, dry=True)
     assert plan.arch == cfg.model.arch and plan.drafter is None
     cfg.data.source = __file__
-    with pytest.raises(UserError, match="some/model would be downloaded"):
+    with pytest.raises(UserError, match=f"{path} would be downloaded"):
         RunPlan(cfg)
 
 
