@@ -64,9 +64,13 @@ def test_limits_of_a_body(other):
 
 
 def test_paths_and_methods(http):
+    unknown = 'medusa_calls_total{endpoint="other",status="404"}'
+    before = counted(http, unknown)
     assert http.get("/nowhere").status_code == 404
+    assert counted(http, unknown) == before + 1
     refused = http.get("/v1/completions")
     assert refused.status_code == 405 and "error" in refused.json()
+    assert refused.headers["allow"] == "POST"
     assert http.get("/health").json() == {"status": "ok"}
     page = http.get("/")
     assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
@@ -175,6 +179,21 @@ def test_the_log(other, capfd):
     assert all(re.search(r"200: \d+ \+ 60 tokens, the first", line) for line in said[2:])
 
 
+def test_the_log_of_what_begins_no_call(other, capfd):
+    """Unknown paths, wrong methods, keys and hosts, each on one line."""
+    asked = [
+        ("POST", "/api/generate%1B", 404, "Not Found", {}),
+        ("GET", "/v1/completions", 405, "Method Not Allowed", {}),
+        ("GET", "/v1/models", 401, "the key is wrong or missing", {"key": "k"}),
+        ("GET", "/", 400, "the Host of this request is unknown here: send localhost", {"hosts": ["y"]}),
+    ]  # fmt: skip
+    for method, path, status, about, more in asked:
+        answer = other(method, path, **more)
+        assert answer.status_code == status and about in answer.json()["error"]["message"]
+        [line] = capfd.readouterr().err.splitlines()
+        assert line[9:].startswith(f"{method} {path} {status}: {about}")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_breaks_is_told_and_counted(port, http, monkeypatch, stream, capfd):
     """Without the reason, which is in the log; also in the middle of a stream."""
@@ -197,12 +216,13 @@ def test_what_breaks_is_told_and_counted(port, http, monkeypatch, stream, capfd)
 
 def test_names_of_the_host(other):
     """A name that another site has resolve to this machine is refused, page and all."""
-    hosts = ["localhost", "127.0.0.1", "::1", "[::1]"]
+    hosts = ["Localhost", "127.0.0.1", "::1", "[::1]"]
     ours = "localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST"
     for host in ours:
         sent = {"headers": {"host": host}, "hosts": hosts}
         assert other("GET", "/health", **sent).status_code == 200
-    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", ""):
+    evil = "evil.example", "evil.example:8000", "localhost.evil.example", "x@localhost"
+    for host in (*evil, ":80", ""):
         sent = {"headers": {"host": host}, "hosts": hosts}
         for path in ("/", "/health", "/v1/models"):
             assert other("GET", path, **sent).status_code == 400

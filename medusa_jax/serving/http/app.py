@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -71,7 +72,8 @@ def make_app(
       log_all: log every call; otherwise only those that are refused or fail.
     """
     port = Port(server, name, template, key, limits or Limits(), log_all)
-    check = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    refusals: Any = dict.fromkeys((HttpError, *ERRORS, HTTPException), port.refuse)
+    handling = Middleware(ExceptionMiddleware, handlers=refusals)
     return Starlette(
         routes=[
             Route("/", port.page),
@@ -89,13 +91,23 @@ def make_app(
             ),
             Route("/infill", port.infill, methods=["POST"]),
         ],
-        exception_handlers={
-            **dict.fromkeys((HttpError, *ERRORS), _refused),
-            HTTPException: _not_found,
-            Exception: _broken,
-        },
-        middleware=[check] if hosts else [],
+        exception_handlers={**refusals, Exception: _broken},
+        middleware=[handling, Middleware(behind_hosts, hosts)] if hosts else [],
     )
+
+
+def behind_hosts(app: ASGIApp, hosts: Sequence[str]) -> ASGIApp:
+    """Return the application, which refuses requests to other hosts."""
+    known = {host.lower() for host in hosts}
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        host = dict(scope.get("headers", ())).get(b"host", b"").decode("latin-1").lower()
+        if scope["type"] == "http" and re.sub(r":\d*$", "", host) not in known:
+            hint = "send localhost or the name given as --host, or serve with a key"
+            raise HttpError(400, f"the Host of this request is unknown here: {hint}")
+        await app(scope, receive, send)
+
+    return checked
 
 
 def whole_page() -> str:
@@ -132,9 +144,10 @@ class Port:
     async def health(self, request: HttpRequest) -> Response:
         """Return 200 while requests are taken and need not wait for a first compilation."""
         if not self._server.running:
-            raise Stopped("no requests are taken")
+            return answer_to(Stopped("no requests are taken"))
         if not self._server.ready:
-            raise HttpError(503, "compiling the first program", None, "compiling", 1)
+            message = "compiling the first program"
+            return answer_to(HttpError(503, message, None, "compiling", 1))
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: HttpRequest) -> Response:
@@ -229,16 +242,31 @@ class Port:
             if error:
                 status, note = error.status, str(error)
             endpoint = request.url.path.removeprefix("/v1/").removesuffix("/completions")
-            self._metrics.calls.labels(endpoint, str(status)).inc()
-            if self._log_all or (status >= 400 and status != 499):
-                duration = time.perf_counter() - start
-                log(f"POST {request.url.path} {status}: {note}, after {duration:.2f} s")
+            note += f", after {time.perf_counter() - start:.2f} s"
+            self._ended(request, endpoint, status, note)
         if error and events.headers_sent:
             await events.end(reply.error(error))
         elif error:
-            raise error
+            await answer_to(error)(scope, receive, send)
         elif response:
             await response(scope, receive, send)
+
+    def _ended(self, request: HttpRequest, endpoint: str, status: int, note: str) -> None:
+        """Count a request, and log it if it was refused or failed, or all are logged."""
+        self._metrics.calls.labels(endpoint, str(status)).inc()
+        if self._log_all or (status >= 400 and status != 499):
+            log(f"{request.method} {quote(request.url.path)} {status}: {note}")
+
+    async def refuse(self, request: HttpRequest, error: Exception) -> Response:
+        """Refuse a request that began no call: of an unknown path or host, or without the key."""
+        note, headers = getattr(error, "detail", str(error)), getattr(error, "headers", {})
+        if isinstance(error, HTTPException):
+            message = f"{request.method} {request.url.path}: {note}"
+            error = HttpError(error.status_code, message)
+        response = answer_to(error)
+        response.headers.update(headers or {})
+        self._ended(request, "other", response.status_code, note)
+        return response
 
     async def _answer(self, reply: Reply, events: Events) -> Response | None:
         """Return the answer to a call, or send it as a stream.
@@ -331,20 +359,13 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-async def _refused(request: HttpRequest, error: Exception) -> Response:
+def answer_to(error: Exception) -> Response:
+    """Return the answer that tells a client of an error."""
     refused = refusal(error)
     headers = {"retry-after": str(refused.retry_after)} if refused.retry_after else {}
     if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(refused.body(), refused.status, headers)
-
-
-async def _not_found(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    refused = HttpError(
-        error.status_code, f"{request.method} {request.url.path}: {error.detail}"
-    )
-    return JSONResponse(refused.body(), error.status_code, error.headers)
 
 
 async def _broken(request: HttpRequest, error: Exception) -> Response:
