@@ -181,6 +181,7 @@ def test_an_error_in_a_stream(port, other):
         ({"messages": []}, "unknown field 'messages' in a response; did you mean 'input'"),
         ({"max_tokens": 5}, "did you mean 'max_output_tokens'"),
         ({"n": 2}, "unknown field 'n' in a response"),
+        ({"input": None, "instructions": "x"}, "'input' is missing"),
         ({"input": []}, "'input' should be a list of turns"),
         ({"input": 5}, "'input' should be text"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "not 'item_reference'"),

@@ -124,7 +124,9 @@ def _renamed(name: str) -> str:
 
 def _turns(fields: BodyFields) -> list[Json]:
     """Return a chat's messages. Instructions that follow each other, and the calls of a turn, are joined."""
-    given = fields.take("input", (str, list), "text or a list of items", "")
+    given = fields.take("input", (str, list), "text or a list of items", None)
+    if given is None:
+        raise fields.refused("input", "is missing")
     instructions, turns = fields.text("instructions"), list[Json]()
     if instructions:
         turns.append({"role": "system", "content": instructions})
