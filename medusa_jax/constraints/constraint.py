@@ -13,7 +13,7 @@ KINDS = {
     "json_object": "true",
     "json_schema": "a JSON schema",
     "regex": "a regular expression",
-    "choice": "a list of strings, at least one",
+    "choice": "a list of at least one string, none empty",
     "grammar": "a grammar in Lark's notation, or in GBNF",
 }
 # Most characters of a constraint; larger ones take too long to be read.

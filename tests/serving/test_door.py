@@ -271,6 +271,11 @@ COMPLETIONS = [
     ({"tools": []}, "'tools': it is one of /v1/chat/completions"),
     ({"input_prefix": "a"}, "'input_prefix': it is one of /infill"),
     ({"structured_outputs": {"whitespace_pattern": "x"}}, "not supported"),
+    (
+        {"structured_outputs": {"choice": ["a"], "regex": "b"}},
+        "'structured_outputs.choice'",
+    ),
+    ({"guided_choice": ["", "a"]}, "at least one string, none empty, not ['', 'a']"),
 ]
 # fmt: off
 CHATS = [

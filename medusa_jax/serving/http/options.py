@@ -129,7 +129,7 @@ def _constraint(fields: BodyFields) -> Constraint | None:
     for name, kind in {**GUIDED, "json_object": "json_object"}.items():
         value = structured.take(name, ANYTHING, "a constraint", None)
         if value is not None and value is not False:
-            forms.append(("structured_outputs", {kind: value}))
+            forms.append((f"structured_outputs.{name}", {kind: value}))
     if len(forms) > 1:
         names = " and ".join(repr(name) for name, _ in forms)
         raise HttpError(400, f"an answer has one constraint, not {names}", forms[1][0])
