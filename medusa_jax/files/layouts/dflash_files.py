@@ -151,7 +151,7 @@ class DFlashFiles(Layout):
             meta=config,
             layers=shape,
             ids=ids,
-            copied_lm_head=LM_HEAD,
+            copied_lm_heads=(LM_HEAD,),
             copied_embedding=EMBEDDING_COPY,
         )
 

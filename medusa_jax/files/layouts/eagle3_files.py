@@ -161,6 +161,7 @@ class Eagle3Files(Layout):
             meta=config,
             layers=shape | depth,
             ids=ids,
+            copied_lm_heads=(LM_HEAD,),
             copied_embedding=EMBEDDING_COPY,
         )
 

@@ -96,6 +96,7 @@ class MedusaFiles(Layout):
             locate=form.locate,
             ignore=ignore,
             meta=files.config,
+            copied_lm_heads=form.lm_heads,
             base=base,
         )
 
@@ -158,6 +159,7 @@ class MedusaForVLLM(Layout):
             locate=form.locate,
             meta=files.config,
             ids=ids,
+            copied_lm_heads=form.lm_heads,
         )
 
     def write(self, export: Export, out: str) -> None:

@@ -45,6 +45,11 @@ class Form:
         layer = 0 if self.tied else j
         return self.block.format(k=k, j=layer, leaf=leaf), leaf == "weight"
 
+    @property
+    def lm_heads(self) -> tuple[str, ...]:
+        """The keys of all LM heads."""
+        return tuple(dict.fromkeys(self.lm_head.format(k=k) for k in range(self.n_heads)))
+
     def heads(self, draft_vocab: int = 0) -> HeadsConfig:
         return HeadsConfig(
             n_heads=self.n_heads,

@@ -33,7 +33,7 @@ class StoredHeads(Source):
       base: width, vocabulary and fingerprint of their backbone, as far as known; an unknown one matches any model.
       layers: fields of the backbone's shape that decoder layers of the heads depend on, if described.
       ids: token ids of the draft vocabulary; None if the heads score all tokens.
-      copied_lm_head: the key of an LM head that may be a copy of the backbone's.
+      copied_lm_heads: the keys of all LM heads, if they may be copies of the backbone's.
       copied_embedding: the key of what should be the backbone's embedding times its factor.
       trained_on: the file that they were trained on, if they are for all files of its model; else "".
     """
@@ -45,7 +45,7 @@ class StoredHeads(Source):
     base: Json = field(default_factory=dict)
     layers: Json = field(default_factory=dict)
     ids: np.ndarray | None = None
-    copied_lm_head: str = ""
+    copied_lm_heads: tuple[str, ...] = ()
     copied_embedding: str = ""
     trained_on: str = ""
 
@@ -63,8 +63,8 @@ class StoredHeads(Source):
                 f"{base.config.embedding_multiplier:g}: heads with an embedding of their own are not supported"
             )
         fields: Json = {}
-        copy = tensors.pop(self.copied_lm_head, None)
-        if copy is not None and base.has_lm_head(copy):
+        copies = [tensors.pop(key, None) for key in self.copied_lm_heads]
+        if copies and all(x is not None and base.has_lm_head(x) for x in copies):
             fields["lm_head"] = "shared"
         else:
             tensors = self.tensors

@@ -26,7 +26,7 @@ from our_heads import (
     write_heads,
 )
 from refusals import refused
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from shapes import SHAPES, tiny_shape
 from tiny import random_params
 
@@ -133,9 +133,10 @@ def test_engines_guess_what_we_do(target, fields, dtype, base, facts, tmp_path):
         np.testing.assert_array_equal(logits.argmax(-1), want.argmax(-1))
         assert_close(logits, want, dtype="float32")
     assert found
-    same = ("lm_head", "fc_bias")
-    if all(getattr(again, name, 0) == getattr(heads, name, 0) for name in same):
-        same_bits(tmp_path / "heads", open_heads(str(out)), base, tmp_path / "back")
+    same = ("lm_head", "fc_bias", "draft_vocab")
+    fitted = open_heads(str(out)).fitted(base)
+    if all(getattr(fitted.heads, name, 0) == getattr(heads, name, 0) for name in same):
+        same_bits(tmp_path / "heads", fitted, base, tmp_path / "back")
 
 
 def same_bits(folder, stored, base, out):
@@ -147,6 +148,27 @@ def same_bits(folder, stored, base, out):
         assert x.dtype == after[key].dtype and x.tobytes() == after[key].tobytes(), key
     meta = json.loads((back / "heads.json").read_text())
     assert meta["base"]["fingerprint"] == base.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "target", "fields"),
+    [
+        ("medusa", "vllm", {}),
+        ("medusa", "tgi", {}),
+        ("eagle3", "vllm", {"tap_layers": "0,1"}),
+    ],
+)
+def test_a_shared_lm_head_is_shared_again(drafter, target, fields, base, tmp_path):
+    """If every copy is the model's, to the last number."""
+    stored = write_heads(tmp_path / "heads", base, heads_of(drafter, **SHARED, **fields))
+    out = exported(stored, base, target, tmp_path / "out")
+    again = open_heads(str(out))
+    same_bits(tmp_path / "heads", again, base, tmp_path / "back")
+    [file] = out.glob("*.safetensors")
+    arrays = load_file(file)
+    arrays[again.copied_lm_heads[-1]][-1, -1] += 1
+    save_file(arrays, file)
+    assert open_heads(str(out)).fitted(base).heads.lm_head == "own"
 
 
 def test_what_only_speculators_can_say(base, tmp_path):
