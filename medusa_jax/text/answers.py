@@ -29,6 +29,8 @@ def encode_conversation(
 ) -> tuple[list[int], list[int]]:
     """Token ids of a conversation and, for each, 1 if the assistant produces it, else 0.
 
+    The answer of a turn with `weight` "0" has 0 as well.
+
     Args:
       template_name: a shipped template (`chat.TEMPLATES`); "" = the tokenizer's.
       cut: the last answer is incomplete, so that the end-of-text token after it does not count.
@@ -43,6 +45,13 @@ def encode_conversation(
     text, spans = render(source, messages, tokenizer.special_texts)
     if not MARKED.search(source):
         spans = _spans_by_stand_in(source, messages, tokenizer.special_texts, text)
+    counts = [m.get("weight") != "0" for m in messages if m["role"] == "assistant"]
+    if not all(counts):
+        if len(counts) != len(spans):
+            raise SampleError(
+                "the chat template does not show each answer once, so the text of weight 0 is unknown"
+            )
+        spans = [span for span, is_counted in zip(spans, counts) if is_counted]
     ids, offsets = tokenize(tokenizer, text, template_name, hidden is not None)
     mask, ends = [0] * len(ids), stop_ids(tokenizer, template_name)
     for span in spans:
@@ -52,7 +61,7 @@ def encode_conversation(
         if ids[index] in ends:
             mask[index] = 0
     if not any(mask):
-        raise SampleError("no token of the conversation is the assistant's")
+        raise SampleError("no token of the conversation counts as the assistant's")
     return ids, mask
 
 

@@ -148,6 +148,15 @@ def test_what_counts_by_the_models_own_template(template, talk, runs, llama3):
     assert ids.count(llama3.token_to_id("<|eot_id|>")) == ends[template]
 
 
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_an_answer_of_weight_0_does_not_count(template, llama3):
+    tokenizer, talk = with_template(llama3, template), list(TALK[1:])
+    whole, _ = encode_conversation(tokenizer, talk)
+    talk[1] = talk[1] | {"weight": "0"}
+    ids, counted = encode_conversation(tokenizer, talk)
+    assert ids == whole and counted_texts(llama3, ids, counted) == FINE[1:]
+
+
 def test_a_turn_may_end_with_another_token_than_a_text(llama3):
     """As in a fine-tuned base model: ChatML's turns, and the EOS of the base model."""
     tokenizer = with_template(llama3, UNMARKED.replace("<|eot_id|>", "<|im_end|>"))
@@ -439,7 +448,7 @@ def test_refusals(llama2, llama3):
     for name in ("", "vicuna"):
         with refused("model holds no tokenizer .*: chats cannot be told in tokens"):
             encode_prompt(NoTokenizer("model"), "hi", name)
-    with refused("no token of the conversation is the assistant's", SampleError):
+    with refused("no token of the conversation counts as the assistant's", SampleError):
         encode_conversation(llama2, TALK[:2], "vicuna")
     with refused("template is broken"):
         encode_conversation(with_template(llama3, "{% if %}"), TALK)

@@ -309,6 +309,12 @@ THOUGHT = {"from": "MODEL ", "content": "b", "role": None, "reasoning_content": 
 PAIR = [("user", "a"), ("assistant", "b")]
 
 
+def weighted(weight):
+    """As in OpenAI's format; that of a question has no meaning."""
+    question, answer = said(*PAIR)
+    return [question | {"weight": 7}, answer | {"weight": weight}]
+
+
 @pytest.mark.parametrize(
     ("turns", "want"),
     [
@@ -324,6 +330,9 @@ PAIR = [("user", "a"), ("assistant", "b")]
          "a turn with who, text, but none of role, from, speaker, sender, author"),
         ([{"role": "user", "content": None, "words": "a"}],
          "a turn with role, words, but none of content, value, text, message, utterance"),
+        (weighted(0), [*said(PAIR[0]), *(x | {"weight": "0"} for x in said(PAIR[1]))]),
+        (weighted(1), said(*PAIR)),
+        (weighted(0.5), "a turn with the weight 0.5, not 0 or 1"),
         (share(("human", "a")), "no answered user turn"),
         (share(("human", "a"), ("tool", "b")), "unknown role 'tool'"),
         (share(("human", "a"), ("human", "b"), ("gpt", "c")), "roles do not alternate"),

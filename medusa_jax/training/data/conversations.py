@@ -196,7 +196,7 @@ def parse_turns(
 
 
 def parse_turn(turn: object) -> tuple[chat.Message, str]:
-    """(message, "") of a turn of training data, or ({}, reason)."""
+    """(message, "") of a turn of training data, or ({}, reason). An answer not to be learned has the `weight` "0"."""
     if not isinstance(turn, dict):
         return {}, "a turn that is no object"
     fields: Json = turn
@@ -209,7 +209,11 @@ def parse_turn(turn: object) -> tuple[chat.Message, str]:
         fields = fields | {role_field: role.strip().lower()}
     message, problem = chat.read_turn(fields, role_field, text_field, chat.DATA_ROLES)
     thoughts = [x for x in THOUGHTS_IN if message and isinstance(fields.get(x), str)]
-    return message | {name: fields[name] for name in thoughts}, problem
+    message |= {name: fields[name] for name in thoughts}
+    weight = fields.get("weight") if message.get("role") == "assistant" else None
+    if weight not in (None, 0, 1):
+        return {}, f"a turn with the weight {weight!r}, not 0 or 1"
+    return message | ({"weight": "0"} if weight == 0 else {}), problem
 
 
 def field_of(record: Json, names: Sequence[str]) -> str:
