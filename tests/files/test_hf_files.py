@@ -446,7 +446,7 @@ def test_what_a_training_has_ruined_is_named(tmp_path):
 
 
 def test_impossible_combination_cannot_be_saved(tmp_path):
-    odd = {"sliding_window": 4, "window_layers": (False, True), "mlp_bias": True}
+    odd = {"sliding_window": 4, "mlp_bias": True, "qkv_bias": True, "qk_norm": True}
     with refused("no Hugging Face model class"):
         save_backbone(str(tmp_path), dataclasses.replace(TINY, **odd), {})
 

@@ -115,7 +115,7 @@ CASES = {
     "gemma3": ("Gemma3", GEMMA3 | {"rope_scaling": LINEAR, "rope_theta": 700.0}),
 }
 # Of the shape of another family, which they are saved as.
-RENAMED = {"cwm", "granite4", "helium", "ernie", "seed_oss"}
+RENAMED = {"cwm", "granite4", "ernie", "seed_oss"}
 
 
 def build(case, directory):
