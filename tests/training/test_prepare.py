@@ -309,20 +309,15 @@ THOUGHT = {"from": "MODEL ", "content": "b", "role": None, "reasoning_content": 
 PAIR = [("user", "a"), ("assistant", "b")]
 
 
-def weighted(weight):
-    """As in OpenAI's format; that of a question has no meaning."""
-    question, answer = said(*PAIR)
-    return [question | {"weight": 7}, answer | {"weight": weight}]
-
-
 @pytest.mark.parametrize(
     ("turns", "want"),
     [
         (share(("gpt", "cut off"), ("human", "a"), ("gpt", "b"), ("human", "c")), said(*PAIR)),
         (share(("system", "s"), ("user", "a"), ("chatgpt", "b")), said(("system", "s"), *PAIR)),
-        ([*ODD[:2], THOUGHT],
-         [*said(("system", "s"), PAIR[0]), said(PAIR[1])[0] | {"reasoning_content": "t"}]),
-        ([ODD[2], *said(PAIR[1])], said(("user", "b"), PAIR[1])),
+        ([*ODD[:2], THOUGHT | {"weight": 0}],
+         [*said(("system", "s"), PAIR[0]),
+          said(PAIR[1])[0] | {"reasoning_content": "t", "weight": "0"}]),
+        ([ODD[2] | {"weight": 7}, said(PAIR[1])[0] | {"weight": 1}], said(("user", "b"), PAIR[1])),
         ([], "no answered user turn"),
         (["x"], "a turn that is no object"),
         ([{"speaker": "User", "text": "a"}, {"sender": "ai", "message": "b"}], said(*PAIR)),
@@ -330,9 +325,7 @@ def weighted(weight):
          "a turn with who, text, but none of role, from, speaker, sender, author"),
         ([{"role": "user", "content": None, "words": "a"}],
          "a turn with role, words, but none of content, value, text, message, utterance"),
-        (weighted(0), [*said(PAIR[0]), *(x | {"weight": "0"} for x in said(PAIR[1]))]),
-        (weighted(1), said(*PAIR)),
-        (weighted(0.5), "a turn with the weight 0.5, not 0 or 1"),
+        ([THOUGHT | {"weight": 0.5}], "a turn with the weight 0.5, not 0 or 1"),
         (share(("human", "a")), "no answered user turn"),
         (share(("human", "a"), ("tool", "b")), "unknown role 'tool'"),
         (share(("human", "a"), ("human", "b"), ("gpt", "c")), "roles do not alternate"),

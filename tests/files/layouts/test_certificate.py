@@ -95,11 +95,6 @@ def compared(directory, heads, base):
     return certificate.compare(certificate.read(str(directory)), model)
 
 
-def compare_with(recorded, model, **arrays):
-    changed = recorded._replace(arrays=recorded.arrays | arrays)
-    return certificate.compare(changed, model)
-
-
 def wrong(lines):
     return [x for x in lines if not x.difference <= x.limit]
 
@@ -126,18 +121,17 @@ def test_faults_are_caught_and_named(fault, made, tmp_path, capsys):
     assert "| does not fit" in said.out and said.err.count("do not fit:") == 1
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_a_wrong_chain_is_seen_by_itself(name, made):
+def test_a_wrong_chain_is_seen_by_itself(made):
     """By how far its token is behind our best, so that a near tie fits; NumPy finds the same."""
-    model = certificate.open_plain(str(made / "base"), str(made / name))
-    recorded = certificate.read(str(made / name))
-    top_N, chain = recorded.arrays["top_logits"][1, -1], recorded.arrays["chain"].copy()
-    chain[1] = recorded.arrays["top_ids"][1, -1, 7]
-    line = compare_with(recorded, model, chain=chain)[-1]
-    share = (top_N[0] - top_N[7]) / np.abs(recorded.arrays["top_logits"][1]).max()
-    assert line.difference == pytest.approx(share, rel=1e-3)
-    [line] = wrong(compare_with(recorded, model, chain=chain + DEEP.vocab_size))
-    assert line.what == "greedy chain" and "chain is another" in line.cause
+    model = certificate.open_plain(str(made / "base"), str(made / "eagle3"))
+    recorded = certificate.read(str(made / "eagle3"))
+    ids, logits, chain = (recorded.arrays[x] for x in ("top_ids", "top_logits", "chain"))
+    share = (logits[1, -1, 0] - logits[1, -1, 7]) / np.abs(logits[1]).max()
+    for token, apart in ((ids[1, -1, 7], share), (-1, np.inf)):
+        chain[1] = token
+        [line] = wrong(certificate.compare(recorded, model))
+        assert line.what == "greedy chain"
+        assert line.difference == pytest.approx(apart, rel=1e-3)
 
 
 def test_heads_without_attention_have_no_rotation(made, tmp_path):

@@ -151,16 +151,12 @@ def same_bits(folder, stored, base, out):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "target", "fields"),
-    [
-        ("medusa", "vllm", {}),
-        ("medusa", "tgi", {}),
-        ("eagle3", "vllm", {"tap_layers": "0,1"}),
-    ],
+    ("target", "fields"),
+    [("vllm", {}), ("tgi", {}), ("vllm", EAGLE3 | {"tap_layers": "0,1"})],
 )
-def test_a_shared_lm_head_is_shared_again(drafter, target, fields, base, tmp_path):
+def test_a_shared_lm_head_is_shared_again(target, fields, base, tmp_path):
     """If every copy is the model's, to the last number."""
-    stored = write_heads(tmp_path / "heads", base, heads_of(drafter, **SHARED, **fields))
+    stored = write_heads(tmp_path / "heads", base, heads_of(**SHARED, **fields))
     out = exported(stored, base, target, tmp_path / "out")
     again = open_heads(str(out))
     same_bits(tmp_path / "heads", again, base, tmp_path / "back")
