@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from medusa_jax import Options, demo
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.fields import HttpError
-from medusa_jax.serving.http.replies import Reply, Vocabulary
+from medusa_jax.serving.http.replies import Offsets, Reply, Vocabulary
 from medusa_jax.serving.http.responses import ResponsesReply
 from medusa_jax.serving.prompt_scores import read_scored, score_prompt
 from medusa_jax.serving.request import Delta, Ending, Request
@@ -180,22 +180,23 @@ def test_text_offsets():
         found = logprobs_of(tokenizer, ids[n:], zeros, [[]] * len(zeros), prompt=ids[:n])
         whole = [len(tokenizer.decode(ids[:end]).rstrip("\ufffd")) for end in ends]
         assert found["text_offset"] == [at - whole[0] for at in whole] and whole[-1] > 5
+    llama, broken = like_llama(), bytes_.encode("日")[:2] + bytes_.encode("a")
+    spaced = Offsets(Vocabulary(llama), True).push(llama.encode("a<s>in"), "a<s>in")
+    assert spaced == [0, 0, 1, 4, 4, 5]  # of ▁ a <s> ▁ i n
+    assert Offsets(Vocabulary(bytes_), True).push(broken) == [0, 0, 1]
 
 
 @pytest.mark.parametrize("text", ["a<s> in</s>the", "in the", "</s>"])
 @pytest.mark.parametrize("is_ids", [False, True])
 def test_offsets_follow_the_echoed_prompt(port, http, text, is_ids):
-    """Each token is at its place in the text; special tokens are spelled out, a BOS in front is not added."""
-    tokenizer = port.model.tokenizer
-    ids = tokenizer.encode(text)
+    """Special tokens are spelled out, but no BOS is added in front."""
+    ids = port.model.tokenizer.encode(text)
     asked = ASKED | {"prompt": ids if is_ids else text, "echo": True, "logprobs": 0}
     choice = both(http, PATHS["completion"], **asked | {"max_tokens": 5})
-    found, n = choice["logprobs"], len(port.model.encode(ids if is_ids else text))
-    assert choice["text"].startswith(text) and n - len(ids) == (not is_ids)
-    pairs = list(zip(found["tokens"], found["text_offset"]))
-    assert pairs[: n - len(ids)] == [("<s>", 0)][: n - len(ids)]
-    assert pairs[n][1] == len(text) and len(pairs) == n + 5
-    for token, at in pairs[n - len(ids) :]:
+    pairs = list(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]))
+    assert choice["text"].startswith(text) and pairs[-5][1] == len(text)
+    assert is_ids or pairs.pop(0) == ("<s>", 0)
+    for token, at in pairs:
         assert choice["text"][at : at + len(token)] == token
 
 

@@ -207,10 +207,6 @@ def test_what_is_refused(client, http, fields, about):
     )
     with pytest.raises(openai.NotFoundError, match="none are stored"):
         client.responses.retrieve("resp_1")
-
-
-def test_endpoints_that_there_are_not(client):
-    """They are not found, and do not say that an answer would have to be stored."""
     for ask in (client.responses.input_tokens.count, client.responses.compact):
         with pytest.raises(openai.NotFoundError, match="Not Found"):
             ask(model=NAME, input="x")

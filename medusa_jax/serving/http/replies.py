@@ -74,18 +74,16 @@ class Offsets:
         for token_id in token_ids:
             is_special = token_id in tokenizer.special_ids
             name, spelling = self._vocabulary.name(token_id)
-            text = ""
-            if echo is not None or not is_special:
-                text = self._decoder.decode(bytes(spelling))
+            is_absent = is_special and echo is None
+            text = self._decoder.decode(b"" if is_absent else bytes(spelling))
             # Before the token may come a character that it breaks off.
             places.append(self._at + (len(text) - len(name) if text.endswith(name) else 0))
             if echo is not None:
                 forms = text, text.removeprefix(" "), "" if is_special else text
                 text = next((f for f in forms if echo.startswith(f, self._at)), text)
             elif text and self._is_start:
-                if not tokenizer.decode([token_id]).startswith(" "):
-                    text = text.removeprefix(" ")
-                self._is_start = False
+                is_kept = tokenizer.decode([token_id]).startswith(" ")
+                text, self._is_start = text if is_kept else text.removeprefix(" "), False
             self._at += len(text)
         if echo is not None:
             self._decoder.reset()
