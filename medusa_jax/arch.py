@@ -28,7 +28,7 @@ Above0 = Annotated[float, AtLeast(1e-30)]
 UNLIKE_LLAMA = (
     "rope_dim", "rope_window_theta", "rotated_layers", "sliding_window", "window_layers", "qk_norm_full",
     "qk_norm_late", "pre_norm", "post_norm", "activation", "gated_mlp", "embedding_multiplier", "residual_multiplier",
-    "logit_divisor", "attention_multiplier",
+    "logit_divisor", "attention_multiplier", "query_growth",
 )  # fmt: skip
 
 
@@ -93,6 +93,8 @@ class LlamaConfig:
     logit_divisor: Above0 = 1.0
     # Multiplier of attention's scores; 0: head_dim ** -0.5.
     attention_multiplier: float = 0.0
+    # Ministral 3: from rope_original_max_position on, queries grow by this times a logarithm; contexts end there.
+    query_growth: float = 0.0
 
     @property
     def longest(self) -> int:
@@ -120,7 +122,8 @@ class LlamaConfig:
     def llama_layers(self) -> "LlamaConfig":
         """This shape with plain Llama layers, which drafters use: same sizes, biases and q/k norms."""
         plain = replace(self, **{name: getattr(LlamaConfig, name) for name in UNLIKE_LLAMA})
-        return plain.unscaled() if self.rope_scaling == "longrope" else plain
+        is_bounded = self.rope_scaling == "longrope" or self.query_growth
+        return plain.unscaled() if is_bounded else plain
 
     def unscaled(self) -> "LlamaConfig":
         """This shape without a scaling of the rotation."""

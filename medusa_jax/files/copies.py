@@ -10,8 +10,8 @@ from medusa_jax.files.hub import TEMPLATES_FOLDER
 GENERATION = "generation_config.json"
 # The files of a tokenizer, as transformers names them.
 _NAMES = """
-    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt
-    merges.txt tokenizer.model spiece.model sentencepiece.bpe.model spm.model tekken.json chat_template.jinja
+    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.json vocab.json
+    vocab.txt merges.txt tokenizer.model spiece.model sentencepiece.bpe.model spm.model tekken.json chat_template.jinja
 """
 TOKENIZER_NAMES = [*_NAMES.split(), f"{TEMPLATES_FOLDER}/*.jinja"]
 

@@ -90,6 +90,13 @@ def _gemma3(fields: Fields) -> Json:
     return _gemma(fields) | {"attention_multiplier": scale}
 
 
+def _ministral3(fields: Fields) -> Json:
+    rope = fields.table("rope_scaling") or fields.table("rope_parameters")
+    inner = Fields(fields.file, {"rope_type": rope.get("type", "default")} | rope)
+    inner.expect({"rope_type": ("yarn",)})
+    return {"query_growth": inner.number("llama_4_scaling_beta")}
+
+
 _BIAS: dict[str, tuple[str, ...]] = {"attention_bias": ("qkv_bias", "out_bias")}
 _BIASES = _BIAS | {"mlp_bias": ("mlp_bias",)}
 _MULTIPLIERS: dict[str, tuple[str, ...]] = {
@@ -124,6 +131,9 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(context=2048, reads=_BIASES),
     "mistral": Family(context=131072, defaults=_WINDOW | {"num_key_value_heads": 8}, windows="all"),
     "ministral": Family(context=131072, defaults=_WINDOW | {"num_key_value_heads": 8}, windows="all"),
+    "ministral3": Family(
+        context=262144, defaults=_EPS | {"num_key_value_heads": 8, "head_dim": 128}, ignored=("layer_types",),
+        windows="all", derived=_ministral3),
     "cwm": Family(
         context=131072, defaults=_EPS | {
             "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192, "rope_parameters": _CWM_ROPE},
@@ -196,11 +206,29 @@ FAMILIES: dict[str, Family] = {
         context=4096, defaults=_EPS | {"hidden_act": "relu2"}, shape={"gated_mlp": False}, reads=_BIASES),
     "gemma3_text": Family(
         context=131072, defaults=_TIED | _WINDOW | {
-            "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e6,
-            "sliding_window_pattern": 6, "query_pre_attn_scalar": 256},
+            "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+            "rope_theta": 1e6, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256},
         shape={"post_norm": True, "qk_norm": True}, reads=_BIAS, names={"hidden_activation": "hidden_act"},
         ignored=("hidden_act",), windows="period", window_theta=1e4, derived=_gemma3,
         expected={"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
                   "use_bidirectional_attention": (False,)},
         norm_offset=1.0),
 }  # fmt: skip
+# Vision models -> the family of their language model, unless its table says another.
+VISION = {"gemma3": "gemma3_text", "mistral3": "mistral", "exaone4_5": "exaone4"}
+# Fields of a vision model that are about its language model or its files.
+_OUTER = "tie_word_embeddings bos_token_id eos_token_id quantization_config configuration_files transformers_weights"
+
+
+def text_config(raw: Json) -> Json:
+    """A config.json; of a vision model, that of its language model."""
+    if (outer := raw.get("model_type")) not in [*VISION]:
+        return raw
+    table = raw.get("text_config")
+    text = {"model_type": VISION[outer]} | (table if isinstance(table, dict) else {})
+    if text["model_type"] == "exaone4_5_text":  # EXAONE 4.5's first files
+        text["model_type"] = "exaone4"
+    # Without a word the weights decide whether the LM head is tied.
+    said = {name: raw[name] for name in _OUTER.split() if raw.get(name) is not None}
+    return text | _TIED | said

@@ -14,14 +14,17 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.files.families import VISION
 from medusa_jax.files.fingerprint import fingerprint, sample_bytes
 from medusa_jax.files.hf_config import family_of, read_config
 from medusa_jax.files.hf_keys import (
     EMBEDDING,
     HARMLESS,
     HEADS,
+    LANGUAGE_MODEL,
     LAYER,
     LM_HEAD,
+    NOT_OF_TEXT,
     WRAPPER,
     locate,
 )
@@ -53,9 +56,12 @@ class BaseFiles(Source):
         """
         directory = resolve(path)
         config, tensors = read_config(directory), open_checkpoint(directory)
+        raw = read_json(file := os.path.join(directory, "config.json"))
+        if raw["model_type"] in VISION:
+            of_text = {k: x for k, x in tensors.items() if not NOT_OF_TEXT.match(k)}
+            tensors = {LANGUAGE_MODEL.sub("", k): x for k, x in of_text.items()}
         _refuse_wrapped(directory, tensors)
-        file = os.path.join(directory, "config.json")
-        tensors = as_llama(tensors, family_of(file, read_json(file)), config)
+        tensors = as_llama(tensors, family_of(file, raw), config)
         flat = [name for name in tensors if re.match(r"(layers|embed_tokens|norm)\.", name)]
         for name in flat:
             if f"model.{name}" in tensors:

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.files.families import ACTIVATIONS, FAMILIES, FIELDS, Family
+from medusa_jax.files.families import ACTIVATIONS, FAMILIES, FIELDS, Family, text_config
 from medusa_jax.files.json_files import read_json
 from medusa_jax.typed import Fields, read
 from medusa_jax.whole_files import Json
@@ -62,14 +62,14 @@ def read_config(path: str) -> LlamaConfig:
 
 def family_of(file: str, raw: Json) -> Family:
     """The family of a config.json."""
-    model_type = raw.get("model_type", "")
+    model_type = text_config(raw).get("model_type", "")
     one_of(f"{file}: a supported model_type", model_type, FAMILIES)
     return FAMILIES[model_type]
 
 
 def parse_config(file: str, raw: Json) -> LlamaConfig:
     """`read_config` of fields that were read from `file`."""
-    family = family_of(file, raw)
+    family, raw = family_of(file, raw), text_config(raw)
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UserError(
@@ -137,7 +137,7 @@ def _consistent(file: str, config: LlamaConfig) -> LlamaConfig:
     if config.rope_scaling == "yarn":  # Qwen's files keep the original context
         context = min(config.rope_factor * original, 2**31 - 1)
         changed["max_position"] = max(config.max_position, int(context))
-    if config.rope_scaling == "longrope":
+    if config.rope_scaling == "longrope" or config.query_growth:
         changed["max_position"] = min(config.max_position, original)
     if config.attention_multiplier == config.head_dim**-0.5:
         changed["attention_multiplier"] = 0.0

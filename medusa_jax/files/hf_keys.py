@@ -7,6 +7,9 @@ HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 # Medusa heads merged into a model, which --drafter reads.
 HEADS = "medusa_head."
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Of vision models: the prefix of the language model's keys, and what text does not use.
+LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
+NOT_OF_TEXT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual|mtp)\.")
 # Names that torch's wrappers of a module add to keys.
 WRAPPER = re.compile(
     r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."

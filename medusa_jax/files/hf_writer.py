@@ -105,6 +105,8 @@ def _rope_of(c: LlamaConfig) -> Json:
         rope |= {name: getattr(c, ours) for name, ours in SCALINGS[c.rope_scaling].items()}
     if c.rope_scaling == "yarn" and not c.rope_truncate:
         rope["truncate"] = False
+    if c.query_growth:
+        rope["llama_4_scaling_beta"] = c.query_growth
     if c.rope_scaling == "longrope":
         del rope["factor"]
         rope |= {name: list(getattr(c, ours)) for name, ours in DIVISORS.items()}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from medusa_jax.errors import UserError, library_errors
+from medusa_jax.files.families import text_config
 from medusa_jax.files.hub import TEMPLATES_FOLDER, TOKENIZER_FILES, resolve
 from medusa_jax.files.json_files import REFUSAL, optional_json
 from medusa_jax.text.fill_tokens import fill_texts as find_fill_texts
@@ -173,7 +174,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         token = tokens.texts.get(name)
         return backend.token_to_id(token) if token else None
 
-    model = optional_json(os.path.join(directory, "config.json"))
+    model = text_config(optional_json(os.path.join(directory, "config.json")))
     Fields(directory, settings).expect({"fast_tokenizer_files": (["tokenizer.json"], [])})
     bos_ids = _ids(id_of("bos_token"), model.get("vocab_size"))
     if "bos_token" not in settings:
@@ -243,6 +244,7 @@ def declared_eos_ids(directory: str) -> set[int]:
     """EOS ids of config.json and generation_config.json that the vocabulary has."""
     files = ("config.json", "generation_config.json")
     model, generation = (optional_json(os.path.join(directory, name)) for name in files)
+    model = text_config(model)
     size = model.get("vocab_size")
     return _ids(model.get("eos_token_id"), size) | _ids(
         generation.get("eos_token_id"), size
@@ -278,7 +280,7 @@ def _backend(directory: str, tokens: NamedTokens) -> Any:
 
 
 def _chat_templates(directory: str, settings: Json) -> dict[str, str]:
-    """Chat templates by name: those in files, else those in tokenizer_config.json."""
+    """Chat templates by name: those in files, else in tokenizer_config.json, else in a processor's older file."""
     files = {"default": os.path.join(directory, "chat_template.jinja")}
     folder = os.path.join(directory, TEMPLATES_FOLDER)
     for name in sorted(glob.glob("*.jinja", root_dir=folder)):
@@ -288,7 +290,8 @@ def _chat_templates(directory: str, settings: Json) -> dict[str, str]:
     }
     if templates:
         return templates
-    setting = settings.get("chat_template")
+    older = optional_json(os.path.join(directory, "chat_template.json"))
+    setting = settings.get("chat_template") or older.get("chat_template")
     if not isinstance(setting, list):
         setting = [{"name": "default", "template": setting}]
     by_name = {

@@ -91,6 +91,8 @@ BY_KIND = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 9e3},
 }
 BY_KIND = {"rope_parameters": BY_KIND, "rope_scaling": {"rope_type": "linear", "factor": 8}}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+GROWING = YARN | {"llama_4_scaling_beta": 0.1}
 WINDOW = ("sliding_window", "window_layers")
 LATE = (False,) * 28 + (True,) * 4
 ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position")
@@ -125,6 +127,9 @@ ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position
         (PHI3 | {"head_dim": 44, "partial_rotary_factor": 30 / 44}, ("rope_dim",), (30,)),
         ({"model_type": "internlm3", "attention_bias": True}, ("qkv_bias", "out_bias"), (True, False)),
         ({"model_type": "internlm3", "qkv_bias": True}, ("qkv_bias", "out_bias"), (True, False)),
+        ({"model_type": "gemma3", "text_config": {"num_attention_heads": 16}},
+         ("vocab_size", "d_model", "d_ff", "n_layers", "n_heads", "tie_embeddings"), (262208, 2304, 9216, 26, 16, True)),
+        ({"model_type": "ministral3", "rope_scaling": GROWING, "max_position_embeddings": 131072}, ("max_position",), (32768,)),
         ({"attention_bias": True, "mlp_bias": True}, ("qkv_bias", "out_bias", "mlp_bias"), (True,) * 3),
     ],
 )  # fmt: skip
@@ -135,7 +140,6 @@ def test_configs(changes, names, values, tmp_path):
         assert [getattr(one, name) for name in names] == [*values]
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 SCALED = {"factor": 8.0, "original_max_position_embeddings": 4096, "truncate": False}
 SCALED |= {"beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.2}
 
@@ -171,6 +175,9 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
     [
         ({"model_type": "gpt2"}, "model_type is one of llama, .*, not 'gpt2'"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
+        ({"model_type": "gemma3", "quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}, "one of llama, .*, not 'mistral4'"),
+        ({"model_type": "ministral3"}, "rope_type 'default' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         *(({"model_type": name, field: "gelu"}, rf"{field} 'gelu' is not supported \(only 'silu', 'swish', 'gelu_p")
           for name, field in (("gemma3_text", "hidden_activation"), ("exaone", "activation_function"))),
@@ -227,7 +234,7 @@ def test_fields_with_two_names():
         assert ours.n_layers == theirs.num_hidden_layers
 
 
-@pytest.mark.parametrize("kind", sorted({*FAMILIES} - {"minicpm"}))
+@pytest.mark.parametrize("kind", sorted({*FAMILIES} - {"minicpm", "ministral3"}))
 def test_fields_that_a_file_may_leave_out(kind):
     """transformers has the same values for them."""
     transformers = pytest.importorskip("transformers")

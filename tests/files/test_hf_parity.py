@@ -37,6 +37,7 @@ SCALED = {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.2}
 SCALED |= {"beta_fast": 2, "beta_slow": 0.4}
 LATE = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 MINISTRAL = {"layer_types": ["full_attention", "sliding_attention"]}
+GROWING = {"original_max_position_embeddings": 88, "llama_4_scaling_beta": 0.5}
 DEEP = {"num_hidden_layers": 4}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 MULTIPLIED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4}
@@ -78,6 +79,7 @@ CASES = {
     "mistral_window": ("Mistral", {"sliding_window": 7}),
     "mistral_dynamic": ("Mistral", {"rope_scaling": DYNAMIC}),
     "ministral": ("Ministral", MINISTRAL | {"sliding_window": 5, "head_dim": 8}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_scaling": YARN | GROWING}),
     "cwm": ("Cwm", DEEP | {"sliding_window": 5, "head_dim": 8, "bos_token_id": 1}),
     "qwen2_biases": ("Qwen2", {}),
     "qwen2_late_window": ("Qwen2", LATE),
@@ -168,6 +170,35 @@ def test_logits_agree(case, models):
     for text, expected in zip(tokens, theirs):
         ours = forward_logits(config, params, text, jnp.float32)
         assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+TOWER |= {"num_attention_heads": 2, "num_key_value_heads": 1, "out_hidden_size": 32}
+VISION = {"gemma3": "gemma3", "mistral_window": "mistral3", "ministral3": "mistral3", "exaone4": "exaone4_5"}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VISION)
+def test_language_models_of_vision_models(case, models, tmp_path, byte_level_dir):
+    """With both spellings of keys: transformers still writes the older one for most."""
+    (model, directory), auto = models(case), transformers.AutoModelForImageTextToText
+    tables = {"text_config": model.config.to_dict(), "vision_config": TOWER}
+    tables["tie_word_embeddings"] = model.config.tie_word_embeddings
+    config = transformers.AutoConfig.for_model(VISION[case], **tables)
+    whole = auto.from_config(config, attn_implementation="eager").eval()
+    whole.model.language_model.load_state_dict(model.model.state_dict())
+    whole.lm_head.load_state_dict(model.lm_head.state_dict())
+    prompt, how = [*range(3, 19)], {"max_new_tokens": 24, "do_sample": False}
+    expected = whole.generate(torch.tensor([prompt]), **how)[0].tolist()
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "T"}')
+    shutil.copy(byte_level_dir / "tokenizer.json", tmp_path)
+    text = hf.BaseFiles.open(directory)
+    for older in (True, False):
+        whole.save_pretrained(tmp_path, save_original_format=older)
+        ours = medusa_jax.load(str(tmp_path), drafter="none", dtype="float32")
+        assert ours.tokenizer.chat_template == "T"
+        assert (ours.config, ours.fingerprint) == (text.config, text.fingerprint())
+        [result] = ours.generate([prompt], Options(max_new_tokens=24, eos_ids=()))
+        assert list(result.token_ids) == expected[len(prompt) :]
 
 
 ORIGINAL = "original_max_position_embeddings"

@@ -167,6 +167,9 @@ def test_ids_outside_the_vocabulary_are_none(value, byte_level_dir, tmp_path):
     assert declared_eos_ids(str(folder)) == inside
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.eos_ids == inside and tokenizer.bos_id == (2 if inside else None)
+    whole = {"model_type": "gemma3", "text_config": ids | {"vocab_size": 300}}
+    (folder / "config.json").write_text(json.dumps(whole))
+    assert declared_eos_ids(str(folder)) == inside
 
 
 def test_missing_and_broken_tokenizers(tmp_path):
