@@ -161,8 +161,8 @@ def test_no_circle_inside_a_room():
 # Budgets with 3% of slack, set when a large change ends. Lines of all files that decoding reaches by imports, with plain
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
 GENERATE_LINES = 7_050
-LINES, CHARACTERS = 51_370, 2_123_000
-TEST_LINES, SITE_WORDS = 34_310, 19_000
+LINES, CHARACTERS = 51_400, 2_125_000
+TEST_LINES, SITE_WORDS = 34_350, 19_000
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",
@@ -197,8 +197,8 @@ def test_what_a_reader_of_decoding_cannot_avoid():
 # Lines of the package that a command has loaded when it ends.
 LOADED = {
     "decode.py --prompt hi --max_new_tokens 2": 16_760,
-    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 17_610,
-    "train.py --config=configs/demo_medusa.py --config.dry_run": 12_970,
+    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 17_450,
+    "train.py --config=configs/demo_medusa.py --config.dry_run": 12_980,
 }
 COUNT_LOADED = """
 import atexit, runpy, sys
