@@ -38,7 +38,7 @@ EXAMPLES = """examples:
 LEGEND = """nodes: the root and the drafts that one step verifies, depth: the most in a row; copied: drafts that
 are copied from earlier text; tokens/step: on texts that the tree was not fitted to; step latency: times a plain
 step; speed-up: tokens/step over step latency; spread: how far repeated timings differ"""
-# SIZES: columns of the evidence, tokens counted on held-out texts and steps timed here. RUNG: those of a batch size.
+# Columns of the two tables: SIZES has a row per tree size, RUNG one per tree size at a given batch size.
 SIZES: dict[str, Cell] = {
     "nodes": "{nodes}",
     "depth": "{depth}",

@@ -114,9 +114,12 @@ def gated_step(
     gate = state.gate
     assert gate is not None
     running_B = state.status_B == RUNNING
-    only_copies, may_draft = not engine.tree.drafted.depth, jnp.array(True)
-    if only_copies:
-        _, match_B = next_copied(state)
+    without_drafts, may_draft = plain_step, jnp.array(True)
+    if not engine.tree.drafted.depth:  # all drafts are copied
+        text_BS = state.text_BS
+        assert text_BS is not None  # `Engine.keeps_text`
+        copied_B1, match_B = copied_tokens(text_BS, state.length_B, 1, state.predicted_BP)
+        without_drafts = partial(testing_step, copied_B1, match_B)
         may_draft = ~gate.has_plain | jnp.any(running_B & (match_B >= REPEATS))
     chosen = jnp.where(may_draft, gate.index_1[0], 0)
     is_full = jnp.any(deferred.n_B == DEFERRED)
@@ -126,28 +129,21 @@ def gated_step(
     rest = jnp.clip(gate.rest_1[0], 1, DEFERRED - jnp.max(deferred.n_B))
     for index, tree in enumerate(engine.gated):
         sized = replace(engine, tree=tree, gated=())
-        tests = only_copies or sized.tree.depth > 0
+        tests = without_drafts is not plain_step or sized.tree.depth > 0
 
         def is_due(carry: StepResult, index: int = index, tests: bool = tests) -> jax.Array:
             due = (chosen == index) & (carry.taken < (1 if tests else rest))
             return due if tests else due & more(carry.taken, carry.state)
 
         def one_step(carry: StepResult, sized: Engine = sized) -> StepResult:
-            if sized.tree.depth:
-                return step_with(sized, variables, carry)
-            return (testing_step if only_copies else plain_step)(sized, variables, carry)
+            with_size = step_with if sized.tree.depth else without_drafts
+            return with_size(sized, variables, carry)
 
         result = lax.while_loop(is_due, one_step, result)
     after = gate.after_step(result.accepted_B, result.levels, running_B, result.taken)
     unchanged = gate.counted(0, result.taken)
     gate = jax.tree.map(partial(jnp.where, may_draft), after, unchanged)
     return result._replace(state=result.state.replace(gate=gate))
-
-
-def next_copied(state: DecodeState) -> tuple[jax.Array, jax.Array]:
-    """The token to copy next in each row [B, 1], and how many tokens matched [B], 0 for none."""
-    assert state.text_BS is not None  # `Engine.keeps_text`
-    return copied_tokens(state.text_BS, state.length_B, 1, state.predicted_BP)
 
 
 def step_with(engine: Engine, variables: Params, before: StepResult) -> StepResult:
@@ -181,9 +177,11 @@ def plain_step(engine: Engine, variables: Params, before: StepResult) -> StepRes
     return result._replace(state=state, deferred=deferred)
 
 
-def testing_step(engine: Engine, variables: Params, before: StepResult) -> StepResult:
-    """A step without drafts; the token that would be copied first, which costs nothing, is tested for the gate."""
-    copied_B1, match_B = next_copied(before.state)
+def testing_step(
+    copied_B1: jax.Array, match_B: jax.Array, engine: Engine, variables: Params,
+    before: StepResult,
+) -> StepResult:  # fmt: skip
+    """A step without drafts that tells the gate whether the token to copy next, if any, was right."""
     result = step_with(engine, variables, before)
     is_right_B = (match_B > 0) & (copied_B1[:, 0] == result.state.root_B)
     accepted_B = is_right_B.astype(jnp.int32)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 # Draft vocabulary sizes whose share of the text is printed.
 DRAFT_SIZES = (2048, 4096, 8192, 16384)
 
-# TEXT: options that decide the text, with the model, the mode and the seeds. USER_TURNS: those of user turns that the
-# model writes.
+# Besides the model, the mode and the seeds, the text depends on these options; user turns that the model writes depend on
+# USER_TURNS, too.
 TEXT = ("chat_template", "temperature", "top_p", "seed", "max_new_tokens")
 USER_TURNS = ("user_temperature", "user_tokens")
 # Options that are only noted.

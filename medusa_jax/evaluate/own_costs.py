@@ -14,7 +14,7 @@ from medusa_jax.kept_programs import without_cache
 from medusa_jax.tree.tree import Tree
 
 # PROGRAMS: fixed cost of each part, as a multiple of compiling one decoding loop. Answers pay it once per prompt
-# length. READING, LEARNING: their time over that of their matrix products. Measured on two quiet CPU cores.
+# length. READING, LEARNING: how many times as long as its matrix products each takes. Measured on two quiet CPU cores.
 PROGRAMS = {"answers": 14.0, "training": 22.0, "tree": 38.0, "comparison": 20.0}
 READING, LEARNING = 1.4, 1.35
 # TIMED_STEPS: `calibrate`'s timings, in plain steps. COMPARED_STEPS: plain steps that comparing a token takes.

@@ -126,11 +126,14 @@ _GLM: dict[str, Any] = {
         "partial_rotary_factor": 0.5},
     "reads": {"attention_bias": ("qkv_bias",)}, "partial": True, "neighbours": True, "fused": ("mlp.gate_up_proj",),
 }  # fmt: skip
+_MISTRAL = Family(
+    context=131072, defaults=_WINDOW | {"num_key_value_heads": 8}, windows="all"
+)
 # In the order in which they are tried for a shape that is written.
 FAMILIES: dict[str, Family] = {
     "llama": Family(context=2048, reads=_BIASES),
-    "mistral": Family(context=131072, defaults=_WINDOW | {"num_key_value_heads": 8}, windows="all"),
-    "ministral": Family(context=131072, defaults=_WINDOW | {"num_key_value_heads": 8}, windows="all"),
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL,
     "ministral3": Family(
         context=262144, defaults=_EPS | {"num_key_value_heads": 8, "head_dim": 128}, ignored=("layer_types",),
         windows="all", derived=_ministral3),
@@ -222,7 +225,7 @@ _OUTER = "tie_word_embeddings bos_token_id eos_token_id quantization_config conf
 
 
 def text_config(raw: Json) -> Json:
-    """A config.json; of a vision model, that of its language model."""
+    """The fields of a config.json; for a vision model, those of its language model."""
     if (outer := raw.get("model_type")) not in [*VISION]:
         return raw
     table = raw.get("text_config")

@@ -1,8 +1,7 @@
 """Prompt lookup (Saxena 2023; `prompt_lookup_num_tokens` of transformers): draft the tokens that followed
 an earlier occurrence of the last few tokens.
 
-These are the copied nodes of a tree (`decoding/copies.py`), which the trees of other drafters may have, too. This
-drafter has no guesses of its own.
+The copied nodes of a tree (`decoding/copies.py`) do this for every drafter. This one drafts nothing else.
 """
 
 import dataclasses

@@ -38,7 +38,7 @@ class StepCosts:
       note: of earlier processes' times, which are scaled to this one's pace.
 
     Attributes:
-      elapsed: seconds of all chunks. `add` counts those of one size, `ChunkClock` the others.
+      elapsed: seconds of all chunks: `add` adds a chunk of one size, `ChunkClock` one of several.
     """
 
     def __init__(self, note: Note | None = None) -> None:
