@@ -202,12 +202,13 @@ def race_prompts(
             name = f"{contender.label}-{contender.facts['tree_nodes']}"
             write_answers(out, name, tasks.questions, tasks.numbers, of_one)
     if not flags.by_category:
-        return rows_of(contenders, runs, tasks.prompts)
+        return rows_of(contenders, runs, tasks.prompts, tasks.numbers)
     rows = []
     for category, group in grouped(tasks.categories).items():
         of_group = [[of_one[i] for i in group] for of_one in runs]
         prompts = [tasks.prompts[i] for i in group]
-        for row in rows_of(contenders, of_group, prompts):
+        numbers = [tasks.numbers[i] for i in group]
+        for row in rows_of(contenders, of_group, prompts, numbers):
             rows.append({"category": category} | row)
     return rows
 

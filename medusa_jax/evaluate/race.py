@@ -129,8 +129,12 @@ def rows_of(
     contenders: Sequence[Contender[Prompt]],
     runs: Sequence[Sequence[Run]],
     prompts: Sequence[Prompt],
+    questions: Sequence[int] = (),
 ) -> list[Json]:
     """One row of `figures` per contender, from its runs of these prompts.
+
+    Args:
+      questions: as for `figures`.
 
     Raises:
       UserError: every answer ended with its first token, so no step was timed.
@@ -143,7 +147,7 @@ def rows_of(
     n_tokens = sum(np.size(np.asarray(prompt)) for prompt in prompts)
     return [
         {"label": c.label, "weights": c.weights, "prompts": len(prompts), **c.facts}
-        | figures(of_one, runs[c.against])
+        | figures(of_one, runs[c.against], questions)
         | {
             "prompt_tokens_per_second": n_tokens
             / sum(run.prefill_seconds for run in of_one)
@@ -162,20 +166,29 @@ def race(
     return rows_of(contenders, timed_runs(contenders, prompts, rounds, warm_up), prompts)
 
 
-def figures(ours: Sequence[Run], baseline: Sequence[Run]) -> Json:
+def figures(
+    ours: Sequence[Run], baseline: Sequence[Run], questions: Sequence[int] = ()
+) -> Json:
     """Figures of one contender's runs against the baseline's runs of the same prompts.
 
     Tokens are counted in the texts; accepted lengths and steps by the device. `difference` is the
     relative error of Medusa's relation (B.1), speed-up = tokens per step / step latency ratio, so it
     reveals miscounted tokens. Times without prefill, except in `end_to_end_speedup`. Ratios without
-    timed tokens are 0. The least and the median speed-up are of single runs; figures per step are None for an engine that does not count steps.
+    timed tokens are 0. The least and the median speed-up are by question, over all its turns; figures per step are None
+    for an engine that does not count steps.
+
+    Args:
+      questions: the question of each run; by default each run is one.
     """
     spent, tokens, steps = _total(ours)
     base_spent, base_tokens, base_steps = _total(baseline)
-    pairs = [(a, b) for a, b in zip(ours, baseline) if a.tokens and b.tokens]
-    each = [b.decode_seconds / b.tokens * a.tokens / a.decode_seconds for a, b in pairs]
+    numbers = questions or range(len(ours))
+    each = []
+    for question in dict.fromkeys(numbers):
+        turns = [i for i, number in enumerate(numbers) if number == question]
+        each.append(_speedup(*([runs[i] for i in turns] for runs in (ours, baseline))))
+    each = list(filter(None, each))
     timed = tokens and base_tokens
-    speedup = (base_spent / base_tokens) / (spent / tokens) if timed else 0.0
     total, base_whole = (sum(r.prefill_seconds + r.decode_seconds for r in runs) for runs in (ours, baseline))  # fmt: skip
     end_to_end = (base_whole / base_tokens) / (total / tokens) if timed else 0.0
     names = ("mean_accepted_length", "step_seconds", "step_latency_ratio", "difference")
@@ -184,13 +197,13 @@ def figures(ours: Sequence[Run], baseline: Sequence[Run]) -> Json:
         length = sum(r.appended for r in ours) / max(1, steps)
         step = spent / max(1, steps)
         latency = step / (base_spent / max(1, base_steps))
-        error = speedup * latency / length - 1 if length else 0.0
+        error = _speedup(ours, baseline) * latency / length - 1 if length else 0.0
         per_step = (length, step, latency, error)
     texts = [text for run in ours for text in run.texts]
     base_texts = [text for run in baseline for text in run.texts]
     return dict(zip(names, per_step)) | {
         "tokens": tokens,
-        "speedup": speedup,
+        "speedup": _speedup(ours, baseline),
         "least_speedup": min(each, default=0.0),
         "median_speedup": statistics.median(each or [0.0]),
         "end_to_end_speedup": end_to_end,
@@ -201,6 +214,12 @@ def figures(ours: Sequence[Run], baseline: Sequence[Run]) -> Json:
         "agreement": sum(map(agreed, texts, base_texts)) / sum(map(len, texts)),
         "repeated_4grams": mean_repeated_ngram_share(texts),
     }
+
+
+def _speedup(ours: Sequence[Run], baseline: Sequence[Run]) -> float:
+    """Tokens per second of decoding over the baseline's; 0 if no step was timed."""
+    (spent, tokens, _), (base_spent, base_tokens, _) = _total(ours), _total(baseline)
+    return base_spent / base_tokens * tokens / spent if tokens and base_tokens else 0.0
 
 
 def _total(runs: Sequence[Run]) -> tuple[float, int, int]:

@@ -37,12 +37,15 @@ def test_a_contender_may_have_a_baseline_of_its_own():
     assert [row["speedup"] for row in rows] == [1, 2, 1, 2]
 
 
-def test_single_runs_have_speed_ups_of_their_own():
-    """Twice, half and three times as fast; a text that ends with its first token has no time."""
+def test_questions_have_speed_ups_of_their_own():
+    """Twice, half and three times as fast; a text that ends with its first token has no time. Turns of a question are summed."""
     own = [run(9, 4, s) for s in (1.0, 4.0, 1.0)] + [run(1, 0, 0.0)]
     plain = [run(9, 8, s) for s in (2.0, 2.0, 3.0)] + [run(1, 0, 0.0)]
     found = figures(own, plain)
     assert (found["least_speedup"], found["median_speedup"]) == (0.5, 2.0)
+    assert found["speedup"] == pytest.approx(7 / 6)
+    found = figures(own, plain, [0, 0, 1, 2])
+    assert (found["least_speedup"], found["median_speedup"]) == (4 / 5, (4 / 5 + 3) / 2)
     assert found["speedup"] == pytest.approx(7 / 6)
 
 
