@@ -5,11 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from medusa_jax.constraints.runs import DIGITS, QUOTE, Layout, forced
+from medusa_jax.constraints.runs import DIGITS, QUOTE, Layout, forced, holds
 from medusa_jax.errors import UserError
 
 T = TypeVar("T")
@@ -40,11 +41,13 @@ class Patience:
         Raises:
           UserError: no time is left.
         """
+        if not self._is_bounded:
+            return function(*args)
         with TURN if self._is_slow else nullcontext():
             start = time.thread_time()
             result = function(*args)
             seconds = time.thread_time() - start
-            if self._is_bounded and seconds > HELD:
+            if seconds > HELD:
                 self._is_slow = True
                 time.sleep(seconds)
         self.seconds -= seconds if seconds > SLOW_MASK else 0.0
@@ -96,7 +99,7 @@ class Guide:
         """
         bits_W, self.patience = self.first_W.copy(), Patience(SLOW_MASKS)
         for _ in range(TRIED):
-            token = next((i for i in order if bits_W[i >> 5] >> (i & 31) & 1), None)
+            token = next((i for i in order if holds(bits_W, i)), None)
             if token is None:
                 return
             self.advance([token])
@@ -123,8 +126,10 @@ class Guide:
 
         "NoExtension" only says that nothing may follow them.
         """
+        if not self._matcher.is_error():
+            return
         error = engine_message(self._matcher.get_error())
-        if not self._matcher.is_error() or error.startswith("NoExtension"):
+        if error.startswith("NoExtension"):
             return
         if "doesn't satisfy the grammar" in error:
             raise UserError(
@@ -143,7 +148,9 @@ class Guide:
             self._consume(token)
         self._check()
 
-    def fill_chain(self, nodes_M: np.ndarray, chain_C: np.ndarray) -> int:
+    def fill_chain(
+        self, nodes_M: np.ndarray, chain_C: np.ndarray, allowed_W: np.ndarray
+    ) -> int:
         """Fill a chain after the root with the tokens that follow; return how many are forced.
 
         If none is forced, tokens that were copied from the text stay. If none were copied, the chain may end the string
@@ -152,9 +159,11 @@ class Guide:
         Args:
           nodes_M: tokens of the nodes, the root first; the root is consumed already.
           chain_C: the chain's nodes.
+          allowed_W: bits of the tokens that may follow the root.
         """
         layout, byte_ids = self._layout, self._vocabulary.byte_ids
-        run = self.patience.call(forced, self._matcher, layout, byte_ids)
+        may_follow = partial(holds, allowed_W)
+        run = self.patience.call(forced, self._matcher, layout, byte_ids, may_follow)
         is_forced = run and layout.last not in DIGITS  # a number may go on
         if not is_forced and nodes_M[chain_C[0]] != nodes_M[0]:
             return 0  # without a match, the root's token is copied
@@ -167,79 +176,53 @@ class Guide:
         nodes_M[chain_C[: len(tokens)]] = tokens
         return len(tokens) if is_forced else 0
 
-    def replace_forbidden(
-        self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], guesses_MK: np.ndarray
+    def fill_tree(
+        self,
+        nodes_M: np.ndarray,
+        children: Sequence[Sequence[int]],
+        guesses_MK: np.ndarray | None,
+        into_MW: np.ndarray,
     ) -> None:
-        """Replace drafts that may not follow their parents.
+        """Replace drafts that may not follow their parents, and write the bits of the tokens that may follow each node.
 
-        By the token that the grammar forces, if it leaves one text only, else by the best guess
-        that it allows and that no sibling has, or by the end of the text.
+        Drafts are replaced by the token that the grammar forces, if it leaves one text only, else by the best guess that
+        it allows and that no sibling has, or by the end of the text. Nodes that stay forbidden, and those after them, keep
+        their bits. A node that nothing may follow gets a token that is forbidden there, so that it is not accepted: plain
+        decoding ends in the step after it.
 
         Args:
           nodes_M: tokens of the nodes, the root first; the root is consumed already.
           children: of each node.
-          guesses_MK: tokens that are likely after each node, the best first; negative ones are none.
-        """
-
-        def others(node: int) -> Iterator[int]:
-            yield from self._matcher.compute_ff_tokens()[:1]
-            yield from guesses_MK[node].tolist()
-            yield from self._ends
-
-        def visit(node: int, path: list[int]) -> None:
-            siblings, candidates = list(children[node]), others(node)
-            for child in siblings:
-                token = int(nodes_M[child])
-                if not self._allows(token):
-                    unused = (t for t in candidates if t not in nodes_M[siblings])
-                    if (token := next(filter(self._allows, unused), -1)) < 0:
-                        continue
-                    nodes_M[child] = token
-                if children[child] and token not in self._ends:
-                    if self._consume(token):
-                        visit(child, [*path, token])
-                    self._take_back(path)
-
-        if len(nodes_M) > 1:
-            visit(0, [])
-
-    def fill_tree(
-        self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], into_MW: np.ndarray
-    ) -> None:
-        """Write the bits of the tokens that may follow each node.
-
-        Nodes that the grammar forbids, and those after them, keep what is there. A node that nothing
-        may follow gets a token that is forbidden there, so that it is not accepted: plain decoding
-        ends in the step after it.
-
-        Args:
-          nodes_M, children: as for `replace_forbidden`.
+          guesses_MK: tokens that are likely after each node, the best first; negative ones are none. None replaces no
+            drafts.
           into_MW: its first row is filled in already.
         """
 
+        def others(node: int) -> Iterator[int]:
+            if guesses_MK is not None:
+                yield from self._matcher.compute_ff_tokens()[:1]
+                yield from guesses_MK[node].tolist()
+                yield from self._ends
+
         def visit(node: int, path: list[int]) -> None:
-            for child in children[node]:
+            siblings, candidates, may_follow = children[node], others(node), into_MW[node]
+            for child in siblings:
                 token = int(nodes_M[child])
-                if not into_MW[node, token >> 5] >> np.uint32(token & 31) & 1:
-                    continue
+                if not holds(may_follow, token):
+                    unused = (t for t in candidates if t not in nodes_M[siblings])
+                    if (token := next((t for t in unused if holds(may_follow, t)), -1)) < 0:
+                        continue
+                    nodes_M[child] = token
                 if token in self._ends:
                     into_MW[child] = ~np.uint32(0)  # every token is allowed
                     continue
                 if self._consume(token) and self._mask(into_MW[child]):
                     visit(child, [*path, token])
                 else:
-                    nodes_M[child] = self._forbidden(into_MW[node])
+                    nodes_M[child] = self._forbidden(may_follow)
                 self._take_back(path)
 
         visit(0, [])
-
-    def _allows(self, token: int) -> bool:
-        """Return whether a token may come next."""
-        if token < 0 or not self._ordinary_W[token >> 5] >> np.uint32(token & 31) & 1:
-            return False
-        if token in self._ends:
-            return self._matcher.is_accepting()
-        return self.patience.call(self._matcher.validate_tokens, [token]) == 1
 
     def _consume(self, token: int) -> bool:
         return self.patience.call(self._matcher.consume_token, token)

@@ -42,13 +42,16 @@ class RowWork:
     def fill(self) -> None:
         """Advance the guide, draft by it, and compute the bits after the root and after each node."""
         self.guide.advance(self._tokens)
-        if self._guesses_MK is not None:
-            if self._chain_C.size:
-                self.forced = self.guide.fill_chain(self.nodes_M, self._chain_C)
-            self.guide.replace_forbidden(self.nodes_M, self._children, self._guesses_MK)
         self.stuck = not self.guide.fill(self.allowed_MW[0])
-        if not self.stuck:
-            self.guide.fill_tree(self.nodes_M, self._children, self.allowed_MW)
+        if self.stuck:
+            return
+        if self._guesses_MK is not None and self._chain_C.size:
+            self.forced = self.guide.fill_chain(
+                self.nodes_M, self._chain_C, self.allowed_MW[0]
+            )
+        self.guide.fill_tree(
+            self.nodes_M, self._children, self._guesses_MK, self.allowed_MW
+        )
 
     def repeats(self, work: "RowWork") -> bool:
         """Whether an earlier work has the same tree after the same text."""

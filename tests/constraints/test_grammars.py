@@ -58,12 +58,14 @@ def test_forbidden_drafts_are_replaced(grammars):
     nodes = np.array([a, x, abc, 1, b, b, b])
     guesses = np.full((7, 2), -1)
     guesses[0] = x, y
-    guide.replace_forbidden(nodes, children, guesses)
+    into = np.zeros((7, len(guide.first_W)), np.uint32)
+    assert guide.fill(into[0])
+    guide.fill_tree(nodes, children, guesses, into)
     assert nodes.tolist() == [a, x, y, 1, x, end, b]
     # Nothing of the text has changed.
     assert allowed(guide, tokenizer) == ["b", "x", "y"]
     nodes = np.array([a, y, b, x, b, b, b])
-    guide.replace_forbidden(nodes, children, guesses)
+    guide.fill_tree(nodes, children, guesses, into)
     assert nodes.tolist()[:4] == [a, y, b, x] and nodes[4] in (inside, inside - 1)
 
 
@@ -77,7 +79,7 @@ def test_a_dead_end_in_a_tree_spoils_nothing_else(grammars):
     nodes = np.array([c, b, inside, d, d])
     into = np.full((5, len(guide.first_W)), 0xFFFFFFFF, np.uint32)
     assert guide.fill(into[0])
-    guide.fill_tree(nodes, [[1, 2, 3], [], [], [4], []], into)
+    guide.fill_tree(nodes, [[1, 2, 3], [], [], [4], []], None, into)
     assert nodes[1] != b and not into[0, nodes[1] >> 5] >> (nodes[1] & 31) & 1
     assert nodes[2:].tolist() == [inside, d, d]
     ends = into[2].copy()

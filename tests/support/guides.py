@@ -62,35 +62,27 @@ class Rule:
         self.text += tokens
         self.consumed += len(tokens)
 
-    def fill_chain(self, nodes_M, chain_C):
+    def fill_chain(self, nodes_M, chain_C, allowed_W):
         text, forced = list(self.text), []
         while len(forced) < len(chain_C) and len(self.tokens(text + forced)) == 1:
             forced += self.tokens(text + forced)
         nodes_M[chain_C[: len(forced)]] = forced
         return len(forced)
 
-    def replace_forbidden(self, nodes_M, children, guesses_MK):
+    def fill_tree(self, nodes_M, children, guesses_MK, into_MW):
         def visit(node, text):
             allowed = self.tokens(text)
             forced = allowed if len(allowed) == 1 else []
             for child in children[node]:
-                if nodes_M[child] not in allowed:
+                if nodes_M[child] not in allowed and guesses_MK is not None:
                     there = set(nodes_M[children[node]].tolist())
                     others = (t for t in [*forced, *guesses_MK[node]] if t in allowed)
                     nodes_M[child] = next((t for t in others if t not in there), 0)
-                visit(child, [*text, int(nodes_M[child])])
-
-        visit(0, self.text)
-
-    def fill_tree(self, nodes_M, children, into_MW):
-        def visit(node, text):
-            for child in children[node]:
                 after = [*text, int(nodes_M[child])]
-                if after[-1] in self.tokens(text):
+                if after[-1] in allowed:
                     if self.bits(after, into_MW[child]):
                         visit(child, after)
                     else:
-                        there = self.tokens(text)
-                        nodes_M[child] = next(t for t in range(V) if t not in there)
+                        nodes_M[child] = next(t for t in range(V) if t not in allowed)
 
         visit(0, self.text)
