@@ -23,6 +23,7 @@ import numpy as np
 from medusa_jax.constraints.guide import Guide
 from medusa_jax.constraints.host_work import FillWorks, RowWork, fill_all
 from medusa_jax.decoding import generation
+from medusa_jax.decoding.acceptance import Drafts
 from medusa_jax.decoding.constrained_step import HostInputs, constrained_step, next_inputs
 from medusa_jax.decoding.generation import Keep, begin, end_wanted, grow
 from medusa_jax.decoding.request import DecodeRequest
@@ -66,10 +67,10 @@ def host_inputs(engine: Engine, variables: Params, state: DecodeState) -> HostIn
 
 @program(each_step=True, static_argnums=0, donate_argnums=2)
 def step_nodes(
-    engine: Engine, variables: Params, state: DecodeState, *part: Any
+    engine: Engine, variables: Params, state: DecodeState, drafts: Drafts, status_B: Any
 ) -> tuple[DecodeState, HostInputs]:
-    """A step with the host's part; also drafts the next tree."""
-    state = constrained_step(engine, variables, state, *part)
+    """A `constrained_step`; also drafts the next tree."""
+    state = constrained_step(engine, variables, state, drafts, status_B)
     return state, next_inputs(engine, variables, state)
 
 
@@ -144,10 +145,9 @@ def step(
     tree = engine.tree.fixed
     size = size or (few and engine.short) or tree
     kept_N = [tree.node_of[path] for path in ((), *size.choices)]
-    nodes_BN: Any = nodes_BM[:, kept_N]
-    drafts = drafts._replace(tree=size, nodes_BM=nodes_BN)
-    given = drafts, allowed_BMW[:, kept_N], status_B
-    return step_nodes(engine, variables, state, *given)
+    arrays: Any = {"nodes_BM": nodes_BM[:, kept_N], "allowed_BMW": allowed_BMW[:, kept_N]}
+    drafts = drafts._replace(tree=size, **arrays)
+    return step_nodes(engine, variables, state, drafts, status_B)
 
 
 def stream(

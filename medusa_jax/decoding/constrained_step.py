@@ -93,17 +93,17 @@ def constrained_step(
     variables: Params,
     state: DecodeState,
     drafts: Drafts,
-    allowed_BMW: jax.Array,
     status_B: jax.Array,
 ) -> DecodeState:
-    """A step, given the tokens that may follow each node.
+    """A step with the host's part.
 
     Args:
+      drafts: filled by the host, which also says what may follow each node.
       status_B: the new status of running rows; only those with RUNNING take the step.
     """
     status_B = jnp.where(state.status_B == RUNNING, status_B, state.status_B)
     state = state.replace(status_B=status_B)
-    state = after_draft(engine, variables, state, drafts, allowed_BMW)
+    state = after_draft(engine, variables, state, drafts)
     return pin_state(engine.llama.mesh, state)
 
 
@@ -116,7 +116,6 @@ def host_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeSt
     assert state.host_1 is not None
     ready_1, status_B, nodes_BM, bits_BMW = ask(state.host_1, read, shapes)
     status_B = jnp.where(ready_1 > 0, status_B, PAUSED)
-    drafts = drafts._replace(nodes_BM=nodes_BM)
     allowed_BMW = lax.bitcast_convert_type(bits_BMW, jnp.uint32)
-    given = drafts, allowed_BMW, status_B
-    return constrained_step(engine, variables, state, *given)
+    drafts = drafts._replace(nodes_BM=nodes_BM, allowed_BMW=allowed_BMW)
+    return constrained_step(engine, variables, state, drafts, status_B)

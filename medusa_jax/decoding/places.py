@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.decoding.copies import Nodes
+from medusa_jax.decoding.acceptance import Drafts
 from medusa_jax.decoding.penalties import counts_down_paths, penalise
 from medusa_jax.decoding.repeats import bar_repeats, node_texts
 from medusa_jax.decoding.sampling import Sampling
@@ -49,10 +49,9 @@ def after_text(sampling: Sampling, text_BS: jax.Array | None, last_B: jax.Array)
     return Places(text_B1S, last_B[:, None], counts_B1V, jnp.zeros((1,), jnp.int32))
 
 
-def after_nodes(
-    engine: Engine, state: DecodeState, nodes_BM: jax.Array, tree: Nodes
-) -> Places:
+def after_nodes(engine: Engine, state: DecodeState, drafts: Drafts) -> Places:
     """The places after the tree's nodes [B, M]."""
+    tree, nodes_BM = drafts.tree, drafts.nodes_BM
     text_BMS, penalties = None, state.sampling.penalties
     depth_M = jnp.asarray(tree.depth_M)
     if engine.no_repeat_ngram_size:
@@ -61,7 +60,8 @@ def after_nodes(
     counts_BMV = None
     if penalties is not None:
         counts_BMV = counts_down_paths(penalties.counts_BV, nodes_BM, tree)
-    return Places(text_BMS, state.length_B[:, None] + depth_M[None, :], counts_BMV, depth_M)
+    last_BM = state.length_B[:, None] + depth_M[None, :]
+    return Places(text_BMS, last_BM, counts_BMV, depth_M, drafts.allowed_BMW)
 
 
 def adjust(

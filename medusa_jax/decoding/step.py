@@ -35,19 +35,11 @@ def decode_step(engine: Engine, variables: Params, state: DecodeState) -> Decode
 
 
 def after_draft(
-    engine: Engine,
-    variables: Params,
-    state: DecodeState,
-    drafts: Drafts,
-    allowed_BMW: jax.Array | None = None,
+    engine: Engine, variables: Params, state: DecodeState, drafts: Drafts
 ) -> DecodeState:
-    """The rest of a step: verify, accept, commit, append.
-
-    Args:
-      allowed_BMW: the tokens that may follow each node (`token_sets`); None: all.
-    """
+    """The rest of a step: verify, accept, commit, append."""
     verified = verify(engine, variables, state, drafts)
-    outcome = accept(engine, variables, state, verified, allowed_BMW)
+    outcome = accept(engine, variables, state, verified)
     state = commit(engine, variables, state, verified, outcome)
     return append(engine, state, outcome)
 
@@ -148,30 +140,21 @@ class Outcome(NamedTuple):
 
 
 def adjusted(
-    engine: Engine,
-    variables: Params,
-    state: DecodeState,
-    verified: Verified,
-    allowed_BMW: jax.Array | None = None,
+    engine: Engine, variables: Params, state: DecodeState, verified: Verified
 ) -> tuple[jax.Array, jax.Array]:
     """The logits after each node to report, and those to choose from (`places.adjust`), [B, M, V] each."""
-    backbone, drafts = engine.backbone(variables), verified.drafts
-    places = after_nodes(engine, state, drafts.nodes_BM, drafts.tree)
-    places = places._replace(allowed_BPW=allowed_BMW)
+    backbone = engine.backbone(variables)
+    places = after_nodes(engine, state, verified.drafts)
     return adjust(engine, state.sampling, backbone, places, verified.logits_BMV)
 
 
 @jax.named_scope("accept")
 def accept(
-    engine: Engine,
-    variables: Params,
-    state: DecodeState,
-    verified: Verified,
-    allowed_BMW: jax.Array | None = None,
+    engine: Engine, variables: Params, state: DecodeState, verified: Verified
 ) -> Outcome:
-    """Keep one path by the engine's rule; `allowed_BMW` as for `after_draft`."""
+    """Keep one path by the engine's rule."""
     nodes_BM, tree = verified.drafts.nodes_BM, verified.drafts.tree
-    reported_BMV, chosen_BMV = adjusted(engine, variables, state, verified, allowed_BMW)
+    reported_BMV, chosen_BMV = adjusted(engine, variables, state, verified)
     verified = verified._replace(logits_BMV=chosen_BMV)
     accepted = engine.rule.accept(engine.kernels, verified)
     bonus_B, broken_B = checked(accepted.bonus_B, chosen_BMV.shape[-1])

@@ -60,7 +60,7 @@ def accept_rejection(kernels: Kernels, v: Verified) -> Accepted:
     The tree is dense (`Tree.dense`): the j-th child of a node has rank j, and is the j-th draw after it.
     Tokens that the heads do not score have no mass. In rows of temperature 0, p is a point mass: greedy decoding.
     """
-    (tree, nodes_BM, ranked, draft_ids_O), logits_BMV = v.drafts, v.logits_BMV
+    (tree, nodes_BM, ranked, draft_ids_O, _), logits_BMV = v.drafts, v.logits_BMV
     sampling, length_B = v.sampling, v.length_B
     assert isinstance(tree, Tree)
     if tree.dense != tree:

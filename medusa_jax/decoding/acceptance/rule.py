@@ -36,12 +36,14 @@ class Drafts(NamedTuple):
       nodes_BM: token ids of all nodes, the root first.
       ranked: the guesses by depth; empty if the tree has spares.
       ids_O: token ids of these guesses; None: all tokens.
+      allowed_BMW: the tokens that a constraint allows after each node (`token_sets`); None: all.
     """
 
     tree: Nodes
     nodes_BM: jax.Array
     ranked: tuple[Ranked, ...]
     ids_O: jax.Array | None
+    allowed_BMW: jax.Array | None = None
 
 
 class Verified(NamedTuple):
