@@ -75,7 +75,7 @@ class DraftModel(Untrained):
 
     def _model(self, params: Params, backbone: Backbone) -> Backbone:
         config = decoding_config(self.heads.arch)
-        return Backbone(backbone.llama.clone(config=config, scored=0), params[MODEL])
+        return Backbone(backbone.llama.clone(config=config), params[MODEL])
 
     def _known(self, tokens: jax.Array) -> jax.Array:
         """The tokens, with its last one for those that the draft model lacks."""

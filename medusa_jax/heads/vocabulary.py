@@ -76,7 +76,7 @@ def _scoring(backbone: Backbone, ids_O: jax.Array, lm_head: Params | None) -> Ba
     params = {name: entry for name, entry in backbone.params.items() if name != "lm_head"}
     if lm_head is not None:
         params["lm_head"] = lm_head
-    llama = backbone.llama.clone(config=config, scored=ids_O.shape[0])
+    llama = backbone.llama.clone(config=config)
     return Backbone(llama, params, backbone.lora, ids_O)
 
 

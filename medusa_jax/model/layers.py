@@ -29,6 +29,7 @@ class Linear(nn.Module):
     (`model/stored.py`), and a low-rank adapter is added (`model/lora.py`).
     """
 
+    # Outputs. A kernel among the variables may have other ones: of an LM head, those of the draft vocabulary.
     features: int
     use_bias: bool = False
     dtype: DTypeLike = jnp.float32
@@ -50,7 +51,7 @@ class Linear(nn.Module):
             init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
             kernel = kernel_of(self, init, (x.shape[-1], *width))
             y = self.product(x, kernel)
-            y = y.reshape(*x.shape[:-1], *width)
+            y = y.reshape(*x.shape[:-1], *width) if self.shards else y
         y = add_adapter(self, x, y)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, width)

@@ -44,7 +44,6 @@ class Llama(nn.Module):
       shards: 0 for stored (unfused) parameters; n for parameters that `prepare` fused for a
         tensor axis of n devices.
       mesh: the devices that rows are split over; None: no constraint.
-      scored: number of outputs of the LM head if it scores only some tokens; 0: the vocabulary.
       kernels: the operations that differ by platform (`kernels/choose.py`).
       taps: layers whose input (the residual stream) is returned as well; `n_layers` is the output of
         the last one. With A of them hidden states are E = (1 + A) D wide: the final ones first.
@@ -55,7 +54,6 @@ class Llama(nn.Module):
     remat: bool = False
     shards: int = 0
     mesh: Mesh | None = None
-    scored: int = 0
     kernels: Kernels = PLAIN
     taps: tuple[int, ...] = ()
 
@@ -71,9 +69,8 @@ class Llama(nn.Module):
         ]
         self.norm = RMSNorm(c.rms_eps, self.dtype, self.kernels)
         if not c.tie_embeddings:
-            outputs = self.scored or c.vocab_size
             self.head = Linear(
-                outputs, False, self.dtype, kernels=self.kernels, name="lm_head"
+                c.vocab_size, False, self.dtype, kernels=self.kernels, name="lm_head"
             )
         else:
             self.head_adapter = Adapter(name="lm_head")
