@@ -68,7 +68,7 @@ class WideLayer(DecoderLayer):
         normed_BTD = norm(name="hidden_norm")(x_BTD)
         inputs = [norm(name="input_layernorm")(next_BTD), normed_BTD]
         x_BTD = normed_BTD if self.norm_before_residual else x_BTD
-        return self.after_norm(x_BTD, jnp.concatenate(inputs, axis=-1), *context)
+        return super().__call__(x_BTD, *context, input_BTI=jnp.concatenate(inputs, axis=-1))
 
 
 class Layers(Stack):

@@ -256,7 +256,8 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm`, attention reads x.
+    """x + attention(norm(x)), then x + mlp(norm(x)); attention reads `input_BTI` if it is given, else, without
+    `input_norm`, x.
 
     The configuration may leave these norms out and norm the outputs of attention and MLP. Norms are named as in Hugging
     Face files: `post_attention_layernorm` norms the MLP's input or, with `post_norm`, the output of attention.
@@ -278,22 +279,12 @@ class DecoderLayer(nn.Module):
         cache: LayerCache | None = None,
         start_B: jax.Array | None = None,
         only_B: jax.Array | None = None,
+        *,
+        input_BTI: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        input_BTI = None if self.input_norm else x_BTD
-        return self.after_norm(x_BTD, input_BTI, rope, mask, cache, start_B, only_B)
-
-    def after_norm(
-        self,
-        x_BTD: jax.Array,
-        input_BTI: jax.Array | None,
-        rope: tuple[jax.Array, jax.Array],
-        mask: Mask,
-        cache: LayerCache | None = None,
-        start_B: jax.Array | None = None,
-        only_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
-        """The layer with attention that reads `input_BTI`; None: norm(x)."""
         c = self.config
+        if input_BTI is None and not self.input_norm:
+            input_BTI = x_BTD
         if isinstance(mask, LayerMask):
             assert isinstance(cache, tuple) and start_B is not None
             layer = self.variables["params"]
