@@ -18,11 +18,10 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import between
-from medusa_jax.heads.drafter import Committed, DraftRequest, Params, Proposal
+from medusa_jax.heads.drafter import Committed, Drafter, DraftRequest, Params, Proposal
 from medusa_jax.heads.fill import Level, fill_by_level
 from medusa_jax.heads.layers import take_last
 from medusa_jax.heads.state import CacheState
-from medusa_jax.heads.untrained import Untrained
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import decoding_config
@@ -59,12 +58,13 @@ class DraftState(CacheState):
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel(Untrained):
+class DraftModel(Drafter):
     """A second model as the drafter; it has the parameters of a backbone."""
 
     heads: DraftModelConfig
 
     Config = DraftModelConfig
+    trained = False
 
     def check(self) -> None:
         between(f"{self.name}: gamma", self.heads.gamma, 1, self.heads.n_heads)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.sharding import Params, PyTree
 from medusa_jax.tree.tree import Tree
@@ -119,7 +120,7 @@ class Drafter:
       Config: configuration class, with the fields that only this drafter has.
       least_layers: minimum number of hidden layers of a head.
       separable: the first heads also work alone, so the others need not be loaded.
-      trained: it has heads, which are trained and stored in files; otherwise see `Untrained`.
+      trained: it has heads, which are trained and stored in files; otherwise it needs neither `init` nor `features`.
     """
 
     heads: HeadsConfig
@@ -174,8 +175,12 @@ class Drafter:
         tree.check_depth(self.n_heads)
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
-        """Fresh float32 parameters."""
-        raise NotImplementedError
+        """Fresh float32 parameters.
+
+        Raises:
+          UserError: there are no heads.
+        """
+        raise UserError(f"{self.name} has no heads to train or to load")
 
     # Training and calibration: teacher-forced over whole rows.
 
@@ -184,8 +189,13 @@ class Drafter:
 
         Row t of head k may depend on hidden states up to t and on tokens up to t + k + 1, and must
         equal what `propose` computes when those tokens have been accepted or drafted.
+
+        Raises:
+          UserError: there are no heads.
         """
-        raise NotImplementedError
+        raise UserError(
+            f"{self.name} has no heads to fit a tree to: choose a tree with --tree"
+        )
 
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array

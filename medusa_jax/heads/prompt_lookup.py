@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError, between
 from medusa_jax.heads.drafter import NoDrafter
-from medusa_jax.heads.untrained import Untrained
 from medusa_jax.tree.tree import MOST_DEEP, Tree
 
 
@@ -25,12 +24,13 @@ class PromptLookupConfig(HeadsConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup(Untrained, NoDrafter):
+class PromptLookup(NoDrafter):
     """No parameters and no state."""
 
     heads: PromptLookupConfig
 
     Config = PromptLookupConfig
+    trained = False
 
     def check(self) -> None:
         between(f"{self.name}: tokens", self.heads.tokens, 1, MOST_DEEP)
