@@ -90,7 +90,7 @@ def layer(
 def commit(
     caches: list[jax.Array], start_B: jax.Array, path_BL: jax.Array
 ) -> list[jax.Array]:
-    """`KVCache.commit` of all keys and values at once, each [B, G, S, H] float32, in place."""
+    """`Kernels.commit` of all keys and values at once, each [B, G, S, H] float32, in place."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
     aliases = {2 + i: i for i in range(len(caches))}
     call = jax.ffi.ffi_call("medusa_commit", shapes, input_output_aliases=aliases)
@@ -104,7 +104,7 @@ def norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
-    """`model.rope.rotate` in float32. XLA fuses a product and a sum into one rounding in some
+    """`Kernels.rotate` in float32. XLA fuses a product and a sum into one rounding in some
     programs and not in others."""
     shape = jax.ShapeDtypeStruct(x_BTNH.shape, jnp.float32)
     return jax.ffi.ffi_call("medusa_rotate", shape)(x_BTNH, cos_BT1H, sin_BT1H)

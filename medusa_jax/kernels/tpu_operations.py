@@ -210,7 +210,7 @@ def splash(
 
 
 def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
-    """`rope.rotate` by head, as attention reads them, and with the halves swapped by a product.
+    """`Kernels.rotate` by head, as attention reads them, and with the halves swapped by a product.
 
     Half of 128 lanes is less than a tile, so slicing the halves would change the layout twice. A column of the
     product has one term of weight 1 or -1, which is exact.
@@ -233,7 +233,7 @@ def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.A
 
 
 def move(x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array) -> jax.Array:
-    """`KVCache.commit` of one array, slot by slot in place.
+    """`Kernels.commit` of one array, slot by slot in place.
 
     With a gather, a TPU would keep the cache in a layout that attention does not read. A path ascends, so no
     slot is overwritten before it is read.
@@ -254,7 +254,7 @@ def move(x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array) -> jax.Arra
 def write_rows(
     cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array, axis: int
 ) -> jax.Array:
-    """`cache.write_rows`, one row after the other.
+    """`Kernels.write_rows`, one row after the other.
 
     Writing several rows at once is a scatter, for which a TPU copies the cache to another layout and
     back in every layer. On a CPU this loop would copy the cache once per row.

@@ -10,6 +10,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -18,7 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.model.cache import KVCache, Pair, write_rows
+from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.grouped import attend, flat, group_queries
 from medusa_jax.model.masks import (
     CausalMask,
@@ -30,7 +31,6 @@ from medusa_jax.model.masks import (
     tree_mask,
 )
 from medusa_jax.model.product import at_least_f32, product
-from medusa_jax.model.rope import rotate
 from medusa_jax.model.running_softmax import (
     PartialAttention,
     attend_cached,
@@ -191,8 +191,12 @@ class Kernels:
     def rotate(
         self, x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array
     ) -> jax.Array:
-        """Rotary position embedding, as `rope.rotate`."""
-        return rotate(x_BTNH, cos_BT1H, sin_BT1H)
+        """Rotary position embedding; plane i pairs components i and i + H/2."""
+        first, second = jnp.split(x_BTNH, 2, axis=-1)
+        swapped = jnp.concatenate([-second, first], axis=-1)
+        wide = cos_BT1H.dtype
+        rotated = x_BTNH.astype(wide) * cos_BT1H + swapped.astype(wide) * sin_BT1H
+        return rotated.astype(x_BTNH.dtype)
 
     def product(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """x [..., in] times kernel [in, ...], summed in float32 or wider."""
@@ -210,8 +214,19 @@ class Kernels:
     def write_rows(
         self, cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array, axis: int = 2
     ) -> jax.Array:
-        """Write T consecutive slots per row, as `cache.write_rows`."""
-        return write_rows(cache_BGSH, rows_BGTH, start_B, axis)
+        """Write T consecutive slots per row, row b from slot `start_B[b]`.
+
+        The caller keeps `start + T <= S`: XLA clamps a start that does not fit, which would
+        overwrite committed text.
+
+        Args:
+          axis: the axis of the slots.
+        """
+        rows_BGTH = rows_BGTH.astype(cache_BGSH.dtype)
+        if cache_BGSH.shape[0] == 1:  # one row needs no scatter
+            return lax.dynamic_update_slice_in_dim(cache_BGSH, rows_BGTH, start_B[0], axis)
+        write = partial(lax.dynamic_update_slice_in_dim, axis=axis - 1)
+        return jax.vmap(write)(cache_BGSH, rows_BGTH, start_B)
 
     def write_both(self, cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
         """Write keys and values of new tokens to their slots."""
@@ -230,9 +245,33 @@ class Kernels:
         new = new[0] + zero_B111, new[1] + zero_B111
         return self.write_both(cache, new, start_B)
 
+    @jax.named_scope("cache")
     def commit(self, cache: KVCache, length_B: jax.Array, path_BL: jax.Array) -> KVCache:
-        """Move the accepted candidates to the end of the committed text, as `KVCache.commit`."""
-        return cache.commit(length_B, path_BL)
+        """Move the accepted candidates to the end of the committed text.
+
+        Row b's slot `length + path[b, i]` is copied to slot `length + i`. A path begins with 0, the
+        root, and ascends to the last accepted node. Later entries may be any of the M candidates: their
+        copies land after the new length, where the next step writes.
+
+        Example: length 10, four candidates in slots 10..13, path [0, 2, 3]: slots 10, 11, 12
+        get the rows of 10, 12, 13, and the caller's new length is 13 (two drafts
+        accepted after the root) or less.
+        """
+        source_BL = length_B[:, None] + path_BL
+
+        # A row that has ended may lack room. Clip reads beyond its slots: the default fills NaN, which the
+        # next request in the row would multiply by a weight of zero.
+        def accepted(x_BGSH: jax.Array) -> jax.Array:
+            if x_BGSH.shape[0] == 1:
+                return jnp.take(x_BGSH, source_BL[0], axis=2, mode="clip")
+            source_B1L1 = source_BL[:, None, :, None]
+            return jnp.take_along_axis(x_BGSH, source_B1L1, axis=2, mode="clip")
+
+        # On a GPU one kernel gathers for all layers; without the barrier XLA makes it one per layer.
+        leaves, structure = jax.tree.flatten(cache)
+        rows = lax.optimization_barrier(jnp.stack([accepted(x) for x in leaves]))
+        moved = [self.write_rows(x, new, length_B) for x, new in zip(leaves, rows)]
+        return jax.tree.unflatten(structure, moved)
 
     # Choices among scores.
 

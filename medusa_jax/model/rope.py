@@ -75,13 +75,3 @@ def rope_tables(
         factor = np.where(frequency, config.rope_attention_factor, 1.0)
         cos, sin = cos * jnp.asarray(factor, wide), sin * jnp.asarray(factor, wide)
     return cos, sin
-
-
-def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
-    """Rotary position embedding; plane i pairs components i and i + H/2."""
-    first, second = jnp.split(x_BTNH, 2, axis=-1)
-    swapped = jnp.concatenate([-second, first], axis=-1)
-    wide = x_BTNH.astype(cos_BT1H.dtype)
-    return (wide * cos_BT1H + swapped.astype(cos_BT1H.dtype) * sin_BT1H).astype(
-        x_BTNH.dtype
-    )

@@ -18,7 +18,7 @@ from research.compiled.readers import PASSING, Program, read_program
 STAGES = ("draft", "backbone", "attention", "lm_head", "accept", "commit", "sampling")
 # A drafter has layers, attention and LM heads, too: they are its stage's.
 OUTER = ("draft", "commit")
-# Labels of what exists once in every layer: `llama._run_layer`, and `KVCache.commit`.
+# Labels of what exists once in every layer: `llama._run_layer`, and `Kernels.commit`.
 _LAYER = re.compile(r"jit\(_run_layer\)|/cache/")
 # Filters of sampling that run only where a row asks for them, as their `lax.cond` are labelled.
 FILTERS = ("top_k", "top_p", "min_p")

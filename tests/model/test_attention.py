@@ -11,7 +11,6 @@ from closeness import assert_close
 
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model import running_softmax
-from medusa_jax.model.cache import write_rows
 from medusa_jax.model.grouped import attend
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.masks import CausalMask
@@ -83,8 +82,7 @@ def test_a_text_after_a_cache_sees_it_and_itself(T, kernels, window, first, monk
     at_BT = start_B[:, None] + np.arange(T)[None]
     behind_BTS = at_BT[..., None] - np.arange(S)[None, None]
     mask_BTS = (behind_BTS >= 0) & (behind_BTS < (window or S))
-    written = (write_rows(c, n, start_B) for c, n in zip(cache, new))
-    expected = attend(q, *written, mask_BTS)
+    expected = attend(q, *kernels.write_both(cache, new, start_B), mask_BTS)
     run = jax.jit(partial(kernels.attend_prompt, window=window))
     got = run(q, new, cache, start_B)
     assert_close(got, expected)
