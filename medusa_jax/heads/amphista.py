@@ -39,12 +39,13 @@ from medusa_jax.heads.drafter import (
     shift_left,
 )
 from medusa_jax.heads.layers import (
-    ResBlock,
     SeparateHeads,
     applied,
     check_dropout,
     last_of,
     lm_head_start,
+    res_block,
+    res_block_start,
 )
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.cache import Pair
@@ -162,8 +163,7 @@ class Amphista(SeparateHeads):
         if h.blocks and h.position_encoding:
             encoding = 0.02 * jax.random.normal(pe_key, (self.n_heads, D))
             params["position_encoding"] = {"embedding": encoding}
-        mlp = ResBlock(jnp.float32).init(key, jnp.zeros((1, D)))["params"]
-        layers = {f"layers_{j}": mlp for j in range(h.n_layers)}
+        layers = {f"layers_{j}": res_block_start(D) for j in range(h.n_layers)}
         start = lm_head_start(h, backbone)
         return params | {f"heads_{k}": layers | start for k in range(self.n_heads)}
 
@@ -214,14 +214,13 @@ class Amphista(SeparateHeads):
     ) -> jax.Array:
         """Equations 2 to 5: outputs of the stages, each [B, D] -> features of all heads [B, K, D]."""
         h, dtype = self.heads, backbone.llama.dtype
-        mlp = ResBlock(dtype, backbone.kernels)
         rows = []
         for k in range(self.n_heads):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, k)
             x = dropout(contexts[self.stage_of(k)].astype(dtype), h.dropout, key)
             for j in range(h.n_layers):
                 layer = params[f"heads_{k}"][f"layers_{j}"]
-                x = applied(mlp, layer, x)
+                x = res_block(layer, backbone, x)
             rows.append(x)
         x_BKD = jnp.stack(rows, axis=1)
         if h.blocks and h.position_encoding:

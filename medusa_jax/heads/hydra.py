@@ -24,10 +24,11 @@ from medusa_jax.heads.drafter import DraftRequest, Params, Proposal, TextRows, s
 from medusa_jax.heads.fill import Level, fill_by_level
 from medusa_jax.heads.layers import (
     LastHidden,
-    ResBlock,
     applied,
     check_dropout,
     lm_head_start,
+    res_block,
+    res_block_start,
 )
 from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.dropout import dropout
@@ -92,7 +93,7 @@ class Hydra(LastHidden):
         """All W = 0, LM heads from the backbone, R by `skip`."""
         D = self.llama.d_model
         start = lm_head_start(self.heads, backbone, self.heads.lm_bias)
-        later_block = ResBlock(jnp.float32).init(key, jnp.zeros((1, D)))["params"]
+        later_block = res_block_start(D)
         params = {}
         for k, head_key in enumerate(jax.random.split(key, self.n_heads)):
             probe = jnp.zeros((1, (k + 2) * D))
@@ -120,12 +121,13 @@ class Hydra(LastHidden):
     ) -> jax.Array:
         """Hidden layers of head k: [..., (k + 2) D] -> [..., D]."""
         head, rate = params[f"heads_{k}"], self.heads.dropout
-        dtype, kernels = backbone.llama.dtype, backbone.kernels
+        dtype = backbone.llama.dtype
+        first = self._first(dtype, backbone.kernels)
         for j in range(self.heads.n_layers):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, j)
             layer = head[f"layers_{min(j, self.stored_counts[1] - 1)}"]
-            block = ResBlock(dtype, kernels) if j else self._first(dtype, kernels)
-            x = applied(block, layer, dropout(x.astype(dtype), rate, key))
+            x = dropout(x.astype(dtype), rate, key)
+            x = res_block(layer, backbone, x) if j else applied(first, layer, x)
         return dropout(x, rate, dropout_key)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:

@@ -13,35 +13,26 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Committed, Drafter, DraftRequest, Params, Proposal
 from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.model.backbone import Backbone
-from medusa_jax.model.kernels import PLAIN, Kernels
-from medusa_jax.model.layers import Linear, kernel_of, row_of
+from medusa_jax.model.layers import Linear, row_of
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.stored import Kernel
 from medusa_jax.sharding import PyTree
-
-
-class ResBlock(nn.Module):
-    """x + SiLU(x W + b), initially the identity: W = 0 and b = 0."""
-
-    dtype: DTypeLike
-    kernels: Kernels = PLAIN
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        D = x.shape[-1]
-        kernel = kernel_of(self, nn.initializers.zeros, (D, D))
-        y = self.product(x, kernel).astype(self.dtype)
-        bias = self.param("bias", nn.initializers.zeros, (D,)).astype(self.dtype)
-        return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
-
-    def product(self, x: jax.Array, kernel: Kernel) -> jax.Array:
-        """x W, as in `Linear`."""
-        return self.kernels.multiply(x, kernel, self.dtype)
 
 
 def applied(module: nn.Module, params: Params, *args: Any) -> Any:
     """The output of a module with these parameters."""
     return module.apply({"params": params}, *args)
+
+
+def res_block(params: Params, backbone: Backbone, x: jax.Array) -> jax.Array:
+    """x + SiLU(x W + b), [..., D] -> [..., D]."""
+    dtype, kernels = backbone.llama.dtype, backbone.kernels
+    linear = Linear(x.shape[-1], True, dtype, kernels=kernels)
+    return x + nn.silu(applied(linear, params, x))
+
+
+def res_block_start(D: int) -> Params:
+    """W = 0 and b = 0: the identity."""
+    return {"kernel": jnp.zeros((D, D)), "bias": jnp.zeros((D,))}
 
 
 def last_of(n_B: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import DraftRequest, Params, Proposal, TextRows
-from medusa_jax.heads.layers import LastHidden, ResBlock, applied, lm_head_start
+from medusa_jax.heads.layers import LastHidden, lm_head_start, res_block, res_block_start
 from medusa_jax.model.backbone import Backbone
 
 
@@ -26,11 +26,8 @@ class Medusa(LastHidden):
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """W1 = 0 and W2 = the backbone's LM head: every head starts as the LM head."""
-        probe, start = (
-            jnp.zeros((1, self.llama.d_model)),
-            lm_head_start(self.heads, backbone),
-        )
-        block = ResBlock(jnp.float32).init(key, probe)["params"]
+        start = lm_head_start(self.heads, backbone)
+        block = res_block_start(self.llama.d_model)
         layers = {f"layers_{j}": block for j in range(self.heads.n_layers)}
         return {f"heads_{k}": layers | start for k in range(self.n_heads)}
 
@@ -38,10 +35,9 @@ class Medusa(LastHidden):
         self, params: Params, backbone: Backbone, k: int, hidden: jax.Array
     ) -> jax.Array:
         """[..., D] -> [..., D]."""
-        block = ResBlock(backbone.llama.dtype, backbone.kernels)
         x = hidden.astype(backbone.llama.dtype)
         for j in range(self.heads.n_layers):
-            x = applied(block, params[f"heads_{k}"][f"layers_{j}"], x)
+            x = res_block(params[f"heads_{k}"][f"layers_{j}"], backbone, x)
         return x
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:

@@ -48,8 +48,11 @@ class Linear(nn.Module):
             scales: jax.Array = self.get_variable("params", "scales")
             y = quantised_product(x, codes, scales)
         else:
-            init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
-            kernel = kernel_of(self, init, (x.shape[-1], *width))
+            if self.has_variable("params", "kernel"):
+                kernel: Kernel = self.get_variable("params", "kernel")
+            else:
+                init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
+                kernel = self.param("kernel", init, (x.shape[-1], *width))
             y = self.product(x, kernel)
             y = y.reshape(*x.shape[:-1], *width) if self.shards else y
         y = add_adapter(self, x, y)
@@ -103,15 +106,6 @@ class Embed(nn.Embed):
         if isinstance(self.embedding, Stored):
             return self.embedding.rows(tokens).astype(self.dtype)
         return super().__call__(tokens)
-
-
-def kernel_of(
-    module: nn.Module, init: nn.initializers.Initializer, shape: tuple[int, ...]
-) -> Kernel:
-    """The module's `kernel`, in its stored form; `init` makes a missing one."""
-    if module.has_variable("params", "kernel"):
-        return module.get_variable("params", "kernel")
-    return module.param("kernel", init, shape)
 
 
 class RMSNorm(nn.Module):
