@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_jax.commands.model_flags import BaseFlags, load_model
 from medusa_jax.notation import entries
@@ -94,11 +94,11 @@ def marked(entrants: Sequence[Entrant]) -> list[Entrant]:
 
 def contenders_of(
     entrants: Sequence[Entrant], options: "Options", batches: Sequence[int] = (0,)
-) -> "list[Contender[Any]]":
+) -> "list[Contender]":
     """Plain decoding, and every entrant with each of its trees, for each batch size; 0: a prompt at a time."""
     from medusa_jax.evaluate.race import ourselves
 
-    contenders: list[Contender[Any]] = []
+    contenders: list[Contender] = []
     for batch in batches:
         contender = partial(
             ourselves, options=options, batch=batch, against=len(contenders)

@@ -8,7 +8,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 # A prompt's token ids, or those of all prompts of a batch.
-Prompt = TypeVar("Prompt", bound=Sequence[Any])
+Task = Sequence[Any]
 T = TypeVar("T")
 
 
@@ -73,7 +73,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Contender(Generic[Prompt]):
+class Contender:
     """An engine, a drafter or a tree in the race.
 
     Attributes:
@@ -84,7 +84,7 @@ class Contender(Generic[Prompt]):
     """
 
     label: str
-    decode: Callable[[Prompt], Run]
+    decode: Callable[[Any], Run]
     weights: str = ""
     facts: Json = dataclasses.field(default_factory=dict)
     against: int = 0
@@ -103,8 +103,8 @@ def with_median_times(runs: Sequence[Timed]) -> Timed:
 
 
 def timed_runs(
-    contenders: Sequence[Contender[Prompt]],
-    prompts: Sequence[Prompt],
+    contenders: Sequence[Contender],
+    prompts: Sequence[Task],
     rounds: int,
     warm_up: bool = True,
 ) -> list[list[Run]]:
@@ -126,9 +126,9 @@ def timed_runs(
 
 
 def rows_of(
-    contenders: Sequence[Contender[Prompt]],
+    contenders: Sequence[Contender],
     runs: Sequence[Sequence[Run]],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Task],
     questions: Sequence[int] = (),
 ) -> list[Json]:
     """One row of `figures` per contender, from its runs of these prompts.
@@ -157,8 +157,8 @@ def rows_of(
 
 
 def race(
-    contenders: Sequence[Contender[Prompt]],
-    prompts: Sequence[Prompt],
+    contenders: Sequence[Contender],
+    prompts: Sequence[Task],
     rounds: int,
     warm_up: bool = True,
 ) -> list[Json]:
@@ -267,7 +267,7 @@ def ourselves(
     label: str = "",
     batch: int = 0,
     against: int = 0,
-) -> Contender[Any]:
+) -> Contender:
     """This engine: plain decoding for the empty tree, else with drafts.
 
     Args:
