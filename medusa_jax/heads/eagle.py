@@ -30,6 +30,7 @@ from medusa_jax.model.backbone import Backbone
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import DecoderLayer, Linear
 from medusa_jax.model.masks import CausalMask
+from medusa_jax.sharding import PyTree
 
 
 @dataclass(unsafe_hash=True)
@@ -46,6 +47,13 @@ class EagleConfig(HeadsConfig):
     rms_eps: float = 0.0
 
 
+class FirstLayer(DecoderLayer):
+    """A decoder layer whose attention reads x without a norm."""
+
+    def __call__(self, x_BTD: jax.Array, *context: PyTree) -> PyTree:  # type: ignore[override]
+        return super().__call__(x_BTD, *context, input_BTI=x_BTD)
+
+
 class Layers(Stack):
     """FC and the decoder layers."""
 
@@ -55,10 +63,8 @@ class Layers(Stack):
     def setup(self) -> None:
         dtype, kernels = self.dtype, self.kernels
         self.fc = Linear(self.config.d_model, self.fc_bias, dtype, kernels=kernels)
-        self.layers = [
-            DecoderLayer(self.config, dtype, kernels=kernels, input_norm=j > 0)
-            for j in range(self.n_layers)
-        ]
+        kinds = [FirstLayer] + [DecoderLayer] * (self.n_layers - 1)
+        self.layers = [layer(self.config, dtype, kernels=kernels) for layer in kinds]
 
     def first(self, x_BTD: jax.Array, next_BTD: jax.Array) -> jax.Array:
         """FC of e and f."""

@@ -250,8 +250,7 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); attention reads `input_BTI` if it is given, else, without
-    `input_norm`, x.
+    """x + attention(norm(x)), then x + mlp(norm(x)); attention reads `input_BTI` instead if it is given.
 
     The configuration may leave these norms out and norm the outputs of attention and MLP. Norms are named as in Hugging
     Face files: `post_attention_layernorm` norms the MLP's input or, with `post_norm`, the output of attention.
@@ -262,7 +261,6 @@ class DecoderLayer(nn.Module):
     dtype: DTypeLike
     shards: int = 0
     kernels: Kernels = PLAIN
-    input_norm: bool = True
 
     @nn.compact
     def __call__(
@@ -277,8 +275,6 @@ class DecoderLayer(nn.Module):
         input_BTI: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         c = self.config
-        if input_BTI is None and not self.input_norm:
-            input_BTI = x_BTD
         if isinstance(mask, LayerMask):
             assert isinstance(cache, tuple) and start_B is not None
             layer = self.variables["params"]
