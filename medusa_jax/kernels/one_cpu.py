@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax import cpu, native
+from medusa_jax import native
+from medusa_jax.cpu import blocks
+from medusa_jax.cpu import layer as calls
+from medusa_jax.cpu import panels as forms
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.masks import LayerMask, Mask
@@ -42,13 +45,13 @@ class PanelKernels(CpuKernels):
     def mark(self) -> str:
         return native.loaded().mark
 
-    panels = staticmethod(cpu.panels)
-    read_blocks = staticmethod(cpu.read_blocks)
+    panels = staticmethod(forms.panels)
+    read_blocks = staticmethod(blocks.read_blocks)
 
     def best_token(self, scores: jax.Array) -> jax.Array:
         if scores.dtype != jnp.float32:
             return super().best_token(scores)
-        return cpu.best_token(scores)
+        return calls.best_token(scores)
 
 
 @dataclass(frozen=True)
@@ -73,15 +76,15 @@ class LayerKernels(PanelKernels):
             return seen
         return super().mask_of(seen, cache, start_B, depth_T)
 
-    layer = staticmethod(cpu.layer)
-    rotate = staticmethod(cpu.rotate)
+    layer = staticmethod(calls.layer)
+    rotate = staticmethod(calls.rotate)
 
     def norm(
         self, x: jax.Array, scale_D: jax.Array, eps: float, dtype: DTypeLike
     ) -> jax.Array:
-        return cpu.norm(x, scale_D, eps)
+        return calls.norm(x, scale_D, eps)
 
     def commit(self, cache: KVCache, length_B: jax.Array, path_BL: jax.Array) -> KVCache:
         leaves, structure = jax.tree.flatten(cache)
-        moved = cpu.commit(leaves, length_B, path_BL)
+        moved = calls.commit(leaves, length_B, path_BL)
         return jax.tree.unflatten(structure, moved)

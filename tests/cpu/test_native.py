@@ -14,8 +14,8 @@ from shapes import SHAPES, tiny_shape
 from tiny import random_heads, random_params, tiny_arch
 from trees import random_tree
 
-from medusa_jax.cpu import norm
-from medusa_jax.cpu import rotate as rotate_native
+from medusa_jax.cpu.layer import norm
+from medusa_jax.cpu.layer import rotate as rotate_native
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.decoding.request import DecodeRequest
 from medusa_jax.heads.causal_layer import LayerState
