@@ -85,11 +85,11 @@ def announced(what: str, after: float = 2.0) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def timed(what: str, least: float = 1.0) -> Iterator[None]:
-    """Print "`what`: 1.2 s" if the block took longer than `least` seconds and succeeded."""
+def timed(what: str) -> Iterator[None]:
+    """Print "`what`: 1.2 s" if the block took over a second and succeeded."""
     began = time.perf_counter()
     yield
-    if (seconds := time.perf_counter() - began) > least:
+    if (seconds := time.perf_counter() - began) > 1:
         inform(f"{what}: {seconds:.1f} s")
 
 

@@ -40,7 +40,7 @@ class Baseline:
     path: str = ""
 
 
-def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
+def find_baseline(drafter: str, draft_model: str) -> Baseline | None:
     """The baseline that `drafter` names, None if it names heads.
 
     Args:

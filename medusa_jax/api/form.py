@@ -55,7 +55,7 @@ def choose_form(
     weights: str | None,
     draft_weights: str | None,
     activations: int,
-    kernels: Kernels | None = None,
+    kernels: Kernels | None,
 ) -> Form:
     """The types to read, compute and store in.
 

@@ -60,8 +60,8 @@ def request_of(
     options: Sequence[Options],
     config: LlamaConfig,
     eos_ids: Sequence[int],
-    ids: Sequence[int] | None = None,
-    guides: "list[Guide | None] | None" = None,
+    ids: Sequence[int] | None,
+    guides: "list[Guide | None] | None",
 ) -> DecodeRequest:
     """Token ids of prompts with the options of each row, bounded by the model's context.
 

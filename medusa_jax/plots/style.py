@@ -30,11 +30,11 @@ def save_figure(figure, path: str | Path) -> Path:
     return path
 
 
-def finish(axes, title: str, xlabel: str = "", size: int = 8) -> None:
+def finish(axes, title: str, xlabel: str) -> None:
     """Title and label of the x axis; frame, ticks and grid in grey."""
-    axes.set_title(title, color=INK, fontsize=size + 2)
+    axes.set_title(title, color=INK, fontsize=10)
     axes.set_xlabel(xlabel, color=INK, fontsize=8)
-    axes.tick_params(colors=INK, labelsize=size, which="both")
+    axes.tick_params(colors=INK, labelsize=8, which="both")
     axes.grid(color=INK, alpha=0.2, linewidth=0.6)
     for spine in axes.spines.values():
         spine.set_color(INK)

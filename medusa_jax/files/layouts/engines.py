@@ -28,7 +28,7 @@ ENGINES: dict[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def engines_for(
-    heads: HeadsConfig, llama: LlamaConfig | None = None
+    heads: HeadsConfig, llama: LlamaConfig | None
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The engines that can run such heads, and those that run only others of this family.
 
