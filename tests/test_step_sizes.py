@@ -229,7 +229,7 @@ def test_steps_are_timed_while_they_decode(directory, free, monkeypatch):
     [result] = model.generate(PROMPTS[:1], options)
     [plain] = model.generate(PROMPTS[:1], options, tree="none")
     assert result.token_ids == plain.token_ids
-    costs, nodes = model.step_sizes.costs(engine), [t.n_nodes for t in engine.gated]
+    costs, nodes = model.trees.costs(engine), [t.n_nodes for t in engine.gated]
     assert costs is request.costs and len(nodes) == 3
     assert all(costs.chunks(1, n) > 1 and not costs.chunks(2, n) for n in nodes)
 
@@ -250,7 +250,7 @@ def test_costs_of_calibrate_if_it_ran_here(directory, tmp_path, free):
     def known(rows=1, **more):
         options = dataclasses.replace(OPTIONS, **more)
         _, engine, _ = model.plan(PROMPTS[:1] * rows, options)
-        return model.step_sizes.gate(engine, rows).ratio_N.tolist()
+        return model.trees.gate(engine, rows).ratio_N.tolist()
 
     assert known() == [1.0, 1.25, 1.5]
     assert known(rows=2) == known(temperature=0.5) == [1.0, 1.0, 1.0]

@@ -12,9 +12,8 @@ from medusa_jax.api.compiling import Compiling
 from medusa_jax.api.loaded import LoadedModel
 from medusa_jax.api.prompts import Prompt, is_message
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
-from medusa_jax.api.step_sizes import StepSizes, text_is_free
 from medusa_jax.api.text_stream import Chunk, OnEnd, OnTokens, TextStream, stream_rows
-from medusa_jax.api.tree_choice import drafted_by
+from medusa_jax.api.tree_choice import drafted_by, text_is_free
 from medusa_jax.decoding import generation
 from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.request import DecodeRequest, sizes_of
@@ -29,11 +28,6 @@ OPTIONS = [field.name for field in dataclasses.fields(Options)]
 
 class Model(LoadedModel):
     """A backbone with draft heads, ready to decode. Made by `load`."""
-
-    @cached_property
-    def step_sizes(self) -> StepSizes:
-        """The sizes that steps choose from."""
-        return StepSizes(self.trees)
 
     @cached_property
     def _warm(self) -> set[tuple[object, ...]]:
@@ -283,8 +277,8 @@ class Model(LoadedModel):
             # Where steps may be plain, heads cost more than they give in constrained text.
             engine = with_runs(engine, not (self.trees.chooses and tree in (None, "auto")))
         if engine.gated:
-            request.gate = self.step_sizes.gate(engine, len(rows))
-            request.costs = self.step_sizes.costs(engine)
+            request.gate = self.trees.gate(engine, len(rows))
+            request.costs = self.trees.costs(engine)
         trees = engine.gated or (engine.tree,)
         request.drafts = [(t.n_nodes, drafted_by(engine.drafter, t)) for t in trees]
         return rows, engine, request
@@ -301,5 +295,5 @@ class Model(LoadedModel):
         # Constraints need the host in every step.
         chooses = self.trees.chooses and not any(o.constraint for o in rows)
         if chooses and text_is_free(engine, self.dtype):
-            engine = self.step_sizes.gated(self.drafter, engine)
+            engine = self.trees.gated(self.drafter, engine)
         return engine

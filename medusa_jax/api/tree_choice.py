@@ -1,19 +1,24 @@
-"""The trees of a model: the default one, one for each number of rows, and the sizes of `--tree auto`."""
+"""The trees of a model: the default one, one for each number of rows, and the sizes of `--tree auto` with their costs."""
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.api.form import Form
 from medusa_jax.api.loaded_drafter import LoadedDrafter
 from medusa_jax.arch import STORED
+from medusa_jax.decoding.state import Engine
+from medusa_jax.decoding.tree_size.costs import StepCosts
+from medusa_jax.decoding.tree_size.gate import Gate
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Drafter
-from medusa_jax.measured import device_mark
+from medusa_jax.measured import DeviceCache, device_mark
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree.files import TreeFile, parse_tree
 from medusa_jax.tree.tree import Order, Tree
@@ -43,6 +48,7 @@ class TreeChoice:
     by_rows: Mapping[int, Tree] = field(default_factory=dict)
     chooses: bool = False
     mark: str = ""
+    _costs: dict[Any, StepCosts] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -135,6 +141,28 @@ class TreeChoice:
         rung = file.batches.get(rows)
         return _of_sizes(rung.ratio_by_nodes if rung else {}, sizes)
 
+    def gated(self, drafter: Drafter, engine: Engine) -> Engine:
+        """The engine with a choice among the sizes of its tree; `engine` if there is only one."""
+        sizes = self.sizes(engine.tree)
+        return replace(engine, drafter=drafter, gated=sizes) if len(sizes) > 1 else engine
+
+    def gate(self, engine: Engine, rows: int) -> Gate:
+        """The gate at the start of a text."""
+        costs, nodes_N = self.costs(engine), [tree.n_nodes for tree in engine.gated]
+        ratios = costs.ratios(rows, nodes_N).tolist()
+        if not costs.chunks(rows, nodes_N[-1]):
+            ratios = self.step_ratios(engine.gated, rows, engine.acceptance) or ratios
+        return Gate.before_text(engine.gated, ratios, self.tokens(engine.gated))
+
+    def costs(self, engine: Engine) -> StepCosts:
+        """The costs of the sizes with this rule (sampling draws noise for every level), measured while texts are decoded."""
+        key = engine.acceptance, engine.gated
+        if key not in self._costs:
+            nodes_N = [tree.n_nodes for tree in engine.gated]
+            note = DeviceCache("step_costs", self.mark, engine.acceptance, nodes_N)
+            self._costs[key] = StepCosts(note)
+        return self._costs[key]
+
 
 def _of_sizes(by_nodes: Mapping[int, float], sizes: Sequence[Tree]) -> list[float] | None:
     """The figure of each size, 1 for plain decoding; None if one is missing."""
@@ -160,6 +188,15 @@ def steps_choose() -> bool:
     if value not in ("", "bundled"):
         raise UserError(f"{VARIABLE} is bundled or not set, not {value!r}")
     return value == "" and jax.process_count() == 1
+
+
+def text_is_free(engine: Engine, dtype: np.dtype) -> bool:
+    """Whether the text cannot depend on the trees of its steps.
+
+    It depends on them if the rule reads the drafts, and in 16-bit arithmetic, where passes over different numbers
+    of tokens round differently.
+    """
+    return not engine.rule.by_drafts and dtype.itemsize >= 4
 
 
 def is_narrow(storage: Storage) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from medusa_jax.api import Model
-from medusa_jax.api.step_sizes import text_is_free
+from medusa_jax.api.tree_choice import text_is_free
 from medusa_jax.decoding import constrained
 from medusa_jax.decoding.state import Engine
 from medusa_jax.heads.registry import no_drafter
