@@ -1,4 +1,4 @@
-"""`medusa COMMAND`: every command of the project, by name; `python -m medusa_jax` is the same."""
+"""`medusa COMMAND`: the commands of the package, by name; `python -m medusa_jax` is the same."""
 
 import sys
 from collections.abc import Sequence

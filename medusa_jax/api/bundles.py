@@ -94,7 +94,7 @@ def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
         return None
     name, path = split_drafter(drafter)
     if is_module_class(name) and not os.path.exists(drafter):
-        drafter_class(name)  # heads.json may name it from now on
+        drafter_class(name)  # imported here, so that heads.json may name it
         if not path:
             raise UserError(f"give the directory of its heads: --drafter {name}:PATH")
         return open_heads(path)

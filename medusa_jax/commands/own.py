@@ -40,9 +40,9 @@ EXAMPLES = """examples:
   medusa own my_model.gguf questions.jsonl --out work/own --minutes 20 --drafter eagle3
   medusa own tuned_model questions.jsonl --out work/own --start heads_of_the_model --to vllm
 """
-# Questions answered at a time; the last ones, which heads do not learn from; those of them that are compared.
+# BATCH questions are answered at a time. Heads do not learn from the last HELD_OUT; COMPARED of these are raced at the end.
 BATCH, HELD_OUT, COMPARED = 16, 16, 4
-# The trained heads in DIR; the learning rate of heads that go on.
+# HEADS: where DIR has the trained heads. RESTARTED: the learning rate with --start.
 HEADS = "run/export"
 RESTARTED = 1e-3
 # Tokens that a chat template adds, roughly.
