@@ -4,9 +4,7 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -116,8 +114,8 @@ class BaseFiles(Source):
         Raises:
           UserError: it is missing, or its shape contradicts config.json.
         """
-        one = replace(self, ignore=lambda key: True)
-        return one.arrays({path: self._shapes[path]})[path]
+        one, shapes = replace(self, ignore=lambda key: True), abstract_params(self.config)
+        return one.arrays({path: flatten(shapes)[path]})[path]
 
     def lm_head(self) -> np.ndarray:
         """The LM head's kernel [D, V]; a tied one is the embedding's transpose."""
@@ -163,10 +161,6 @@ class BaseFiles(Source):
         """Digest of the final norm's scale, 16 hex digits: quantisation leaves it as it is, but for its type."""
         scale_D = self.array("norm/scale")
         return hashlib.sha256(sample_bytes(scale_D, scale_D.size)).hexdigest()[:16]
-
-    @cached_property
-    def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return flatten(abstract_params(self.config))
 
 
 def _refuse_wrapped(directory: str, tensors: Tensors) -> None:
