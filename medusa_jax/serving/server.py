@@ -49,7 +49,6 @@ class Server:
       max_new_tokens: most tokens of an answer; by default the context.
       learner: trains the draft heads on finished answers while no request runs.
       chunk_steps: as for `Scheduler`.
-      piece: most tokens of a prompt to read at a time, a power of two; 0: the device's.
 
     Example:
       with Server(model, slots=8) as server:
@@ -69,7 +68,6 @@ class Server:
         max_new_tokens: int | None = None,
         learner: "Learner | None" = None,
         chunk_steps: int = 8,
-        piece: int = 0,
     ) -> None:
         context = model.config.max_position
         numbers = {
@@ -96,8 +94,8 @@ class Server:
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
         self._arrivals: dict[float, int] = {}  # numbers of requests by their time
-        piece = piece or model.llama.kernels.prompt_piece
-        make_batch = partial(Batch, Engines(model, self._trees), self.most_new, piece)
+        piece, engines = model.llama.kernels.prompt_piece, Engines(model, self._trees)
+        make_batch = partial(Batch, engines, self.most_new, piece)
         self._compiler = Compiler(make_batch, self._notify, lambda: self.idle)
         self._threads = GuideThreads(self._notify)
         self._scheduler = Scheduler(
