@@ -1,6 +1,6 @@
 """Pictures of draft trees."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
@@ -34,20 +34,19 @@ def tree_layout(choices: Sequence[Sequence[int]]) -> dict[TreePath, tuple[float,
 
 
 def draw_tree(
-    choices: Sequence[Sequence[int]],
-    values: Mapping[TreePath, float] | Sequence[float] | None = None,
-    *,
-    path: str | Path,
+    choices: Sequence[Sequence[int]], values: Sequence[float] = (), *, path: str | Path
 ) -> Path:
     """Draw a draft tree, root on top, each node labelled with its rank (c if copied).
 
-    values: acceptance probability of each node (0..1), in the order of `choices` or by path;
-    they set width and colour of the edge above a node and are printed in small trees.
-    The suffix of `path` selects the format (.svg, .png, .pdf).
+    Args:
+      values: acceptance probability of each node, in the order of `choices`: width and colour of the edge above it,
+        printed in small trees.
+      path: its suffix selects the format (.svg, .png, .pdf).
     """
     place = tree_layout(choices)
-    if values is not None and not isinstance(values, Mapping):
-        values = {tuple(c): float(v) for c, v in zip(choices, values, strict=True)}
+    value_of: dict[TreePath, float] = {}
+    if values:
+        value_of = {(): 1.0} | dict(zip(map(tuple, choices), values, strict=True))
     n_leaves = 1 + max(x for x, _ in place.values())
     depth = max(d for _, d in place.values())
     figure = new_figure(min(16.0, max(3.0, 0.42 * n_leaves + 1.0)), 0.95 * depth + 1.0)
@@ -59,7 +58,7 @@ def draw_tree(
     colours = LinearSegmentedColormap.from_list("acceptance", [INK, ACCENT])
     size, area = (5, 60) if n_leaves > 45 else (8.5, 190)
     for node, (x, d) in place.items():
-        value = None if values is None else values.get(node, 1.0 if node == () else 0.0)
+        value = value_of.get(node)
         colour = INK if value is None else colours(value)
         if node:
             parent_x, _ = place[node[:-1]]
