@@ -1,9 +1,11 @@
 """The families of models: what their config.json says of the shape, and how their tensors are stored; a row each."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from medusa_jax.files.json_files import optional_json
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
@@ -222,6 +224,11 @@ FAMILIES: dict[str, Family] = {
 VISION = {"gemma3": "gemma3_text", "mistral3": "mistral", "exaone4_5": "exaone4"}
 # Fields of a vision model that are about its language model or its files.
 _OUTER = "tie_word_embeddings bos_token_id eos_token_id quantization_config configuration_files transformers_weights"
+
+
+def model_fields(directory: str) -> Json:
+    """`text_config` of a directory's config.json; {} without one."""
+    return text_config(optional_json(os.path.join(directory, "config.json")))
 
 
 def text_config(raw: Json) -> Json:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from medusa_jax.errors import UserError, library_errors
-from medusa_jax.files.families import text_config
+from medusa_jax.files.families import model_fields
 from medusa_jax.files.hub import TEMPLATES_FOLDER, TOKENIZER_FILES, resolve
 from medusa_jax.files.json_files import REFUSAL, optional_json
 from medusa_jax.text.fill_tokens import fill_texts as find_fill_texts
@@ -174,7 +174,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         token = tokens.texts.get(name)
         return backend.token_to_id(token) if token else None
 
-    model = text_config(optional_json(os.path.join(directory, "config.json")))
+    model = model_fields(directory)
     Fields(directory, settings).expect({"fast_tokenizer_files": (["tokenizer.json"], [])})
     bos_ids = _ids(id_of("bos_token"), model.get("vocab_size"))
     if "bos_token" not in settings:
@@ -242,9 +242,8 @@ def has_tokenizer(directory: str) -> bool:
 
 def declared_eos_ids(directory: str) -> set[int]:
     """EOS ids of config.json and generation_config.json that the vocabulary has."""
-    files = ("config.json", "generation_config.json")
-    model, generation = (optional_json(os.path.join(directory, name)) for name in files)
-    model = text_config(model)
+    model = model_fields(directory)
+    generation = optional_json(os.path.join(directory, "generation_config.json"))
     size = model.get("vocab_size")
     return _ids(model.get("eos_token_id"), size) | _ids(
         generation.get("eos_token_id"), size

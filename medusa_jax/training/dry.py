@@ -17,8 +17,8 @@ from jax.stages import Compiled
 from medusa_jax.config import DataConfig
 from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import UserError
+from medusa_jax.files.families import model_fields
 from medusa_jax.files.hub import is_here, resolve
-from medusa_jax.files.json_files import optional_json
 from medusa_jax.heads import vocabulary
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.model.llama import init_params
@@ -66,8 +66,7 @@ def dry_run(plan: RunPlan) -> Json:
     print(f"stage {plan.train.stage} in {plan.train.dtype}, devices: {mesh}")
     if plan.model.path and is_here(plan.model.path):
         directory = resolve(plan.model.path, ["config.json"])
-        config = optional_json(os.path.join(directory, "config.json"))
-        print(f"family                {config.get('model_type')}")
+        print(f"family                {model_fields(directory).get('model_type')}")
     for kind, groups in (("frozen", shapes.frozen), ("trained", shapes.state.params)):
         for name, group in groups.items():
             print(f"{kind + ' ' + name:21} {byte_size(stored_bytes(group))}")
