@@ -5,7 +5,7 @@ import os
 import shutil
 
 from medusa_jax.console import inform
-from medusa_jax.files.hub import TEMPLATES_FOLDER
+from medusa_jax.files.hub import TEMPLATES
 
 GENERATION = "generation_config.json"
 # The files of a tokenizer, as transformers names them.
@@ -13,7 +13,7 @@ _NAMES = """
     tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.json vocab.json
     vocab.txt merges.txt tokenizer.model spiece.model sentencepiece.bpe.model spm.model tekken.json chat_template.jinja
 """
-TOKENIZER_NAMES = [*_NAMES.split(), f"{TEMPLATES_FOLDER}/*.jinja"]
+TOKENIZER_NAMES = [*_NAMES.split(), TEMPLATES]
 
 
 def copy_tokenizer_files(folder: str, out: str) -> list[str]:

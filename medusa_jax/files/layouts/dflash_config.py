@@ -8,13 +8,14 @@ their inputs.
 """
 
 from medusa_jax.errors import UserError
+from medusa_jax.files.hf_config import LAYER_KINDS
 from medusa_jax.files.layouts import speculators_config
 from medusa_jax.files.layouts.other_fields import check_others
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
 TABLE, TAPS = "dflash_config", "target_layer_ids"
-SLIDING, FULL = "sliding_attention", "full_attention"
+FULL, SLIDING = LAYER_KINDS
 # The tapped layers of speculators, and its other fields that are read here.
 INPUTS = "aux_hidden_state_layer_ids"
 _SPECULATORS = {
@@ -102,7 +103,7 @@ def sight(fields: Fields, n_layers: int) -> Json:
     layout = [FULL] * full + [SLIDING] * (n_layers - full)
     kinds = fields.items("layer_types", str, layout)
     sliding = [str(j) for j, kind in enumerate(kinds) if kind == SLIDING]
-    if len(kinds) != n_layers or not {*kinds} <= {SLIDING, FULL} or (sliding and not uses):
+    if len(kinds) != n_layers or not {*kinds} <= {*LAYER_KINDS} or (sliding and not uses):
         raise UserError(
             f"{fields.file}: layer_types {kinds} are not supported for {n_layers} layers with "
             f"use_sliding_window {uses}"

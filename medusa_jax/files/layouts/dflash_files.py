@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf_config import check_like_llama, parse_config
+from medusa_jax.files.hf_config import LAYER_KINDS, check_like_llama, parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import dflash_config, speculators_config
@@ -243,10 +243,7 @@ def _description(export: Export) -> tuple[DFlash, Json, Json]:
     layers = config_to_hf(shape) | {"model_type": "qwen3"}
     if heads.window:
         sliding = numbers(heads.sliding_layers)
-        kinds = [
-            dflash_config.SLIDING if j in sliding else dflash_config.FULL
-            for j in range(heads.n_layers)
-        ]
+        kinds = [LAYER_KINDS[j in sliding] for j in range(heads.n_layers)]
         layers |= {"layer_types": kinds, "sliding_window": heads.window}
         layers["use_sliding_window"] = True
     if not heads.root_guesses and not heads.markov_rank:
