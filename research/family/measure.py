@@ -30,8 +30,11 @@ from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json, write_json
 from research.weights import trained_shapes
 
+# Timed runs, of which the median counts, and steps of a run.
+ROUNDS, STEPS = 7, 50
 
-def draft_seconds(model: Model, tree: Tree, n_steps: int = 50, rounds: int = 7) -> float:
+
+def draft_seconds(model: Model, tree: Tree) -> float:
     """Median seconds of one commit and propose, all on the device, batch 1.
 
     Every iteration reads the drafts of the previous one, so that XLA cannot hoist work out of the loop.
@@ -57,27 +60,27 @@ def draft_seconds(model: Model, tree: Tree, n_steps: int = 50, rounds: int = 7) 
             filled = drafter.propose(variables["heads"], backbone, state, request)
             return state, filled.nodes_BM.astype(jnp.int32)
 
-        start = drafter.start(1, 2 * n_steps + L, dtype)
+        start = drafter.start(1, 2 * STEPS + L, dtype)
         first = jnp.zeros((1, tree.n_nodes), jnp.int32)
-        return lax.fori_loop(0, n_steps, one, (start, first))[1]
+        return lax.fori_loop(0, STEPS, one, (start, first))[1]
 
     rng = np.random.default_rng(0)
     E = (1 + len(drafter.taps)) * model.config.d_model
     hidden = jnp.asarray(rng.standard_normal((1, L, E)), dtype)
     many(model.variables, hidden).block_until_ready()
     times = []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         begin = time.perf_counter()
         many(model.variables, hidden).block_until_ready()
-        times.append((time.perf_counter() - begin) / n_steps)
+        times.append((time.perf_counter() - begin) / STEPS)
     return statistics.median(times)
 
 
-def step_seconds(model: Model, tree: Tree, prompt: Prompt, rounds: int = 7) -> float:
+def step_seconds(model: Model, tree: Tree, prompt: Prompt) -> float:
     """Median seconds of one decode step, after a run that compiles."""
     engine = model.engine(tree)
     clock = StepClock([engine], model.variables, model.encode(prompt))
-    _, *seconds = [clock.seconds(engine) for _ in range(1 + rounds)]
+    _, *seconds = [clock.seconds(engine) for _ in range(1 + ROUNDS)]
     return statistics.median(seconds)
 
 

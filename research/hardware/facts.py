@@ -96,14 +96,14 @@ def few_rows(record: Record) -> None:
         )
 
 
-def seconds(function: Callable, *arguments: object, calls: int = 5) -> float:
-    """Median seconds of a call, of five series."""
+def seconds(function: Callable, *arguments: object) -> float:
+    """Median seconds of a call, of five series of five."""
     jax.block_until_ready(function(*arguments))
     times = []
     for _ in range(5):
         begin = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(5):
             out = function(*arguments)
         jax.block_until_ready(out)
-        times.append((time.perf_counter() - begin) / calls)
+        times.append((time.perf_counter() - begin) / 5)
     return statistics.median(times)

@@ -20,6 +20,7 @@ from medusa_jax.sharding import Params, PyTree
 from medusa_jax.training.data.rows import Rows
 from medusa_jax.training.losses.pairs import Batch, pair_mask, text_of
 from medusa_jax.training.run_log import read_log
+from research.family.report import spread
 from research.recipes.variants import Study, variants
 
 # (configuration, parameters) -> (perplexity, most likely next tokens).
@@ -66,10 +67,7 @@ def recipe_table(study: Study, figures: dict[str, list[dict[str, float]]]) -> st
 
     def cell(rows: list[dict[str, float]], column: str) -> str:
         values = [row[column] for row in rows if column in row]
-        if not values:
-            return "-"
-        deviation = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
-        return f"{np.mean(values):.3f}{deviation}"
+        return spread(values, 3) if values else "-"
 
     about = (
         f"{study.steps} steps of {study.batch_size} x {study.length} tokens per variant, {study.seeds} seeds "
