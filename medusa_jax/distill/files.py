@@ -36,7 +36,7 @@ RESULTS = ("messages.jsonl", "samples.jsonl", "provenance.json", COUNTS, "tokens
 def settings_of(
     options: Mapping[str, Any], mode: str, seeds: Sequence[Seed], fingerprint: str
 ) -> Json:
-    """What the text depends on, as far as it is known before the model is read.
+    """Settings that determine the text. A run with others may not add to its files.
 
     The drafter is left out: acceptance is lossless here, so a resumed run may use other heads. So is the
     batch size, which changes no text.

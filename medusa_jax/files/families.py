@@ -50,7 +50,7 @@ class Family:
       keys: names of modules in checkpoints -> Llama's, replaced in this order.
       fused: matrices that are stored as one: "self_attn.qkv_proj", "mlp.gate_up_proj".
       neighbours: components 2i and 2i + 1 of a head are rotated together, not i and i + half of the rotated ones.
-      norm_offset: Number to add to stored norm scales (Gemma stores scale - 1).
+      norm_offset: number to add to stored norm scales (Gemma stores scale - 1).
     """
 
     context: int

@@ -68,7 +68,7 @@ def family_of(file: str, raw: Json) -> Family:
 
 
 def parse_config(file: str, raw: Json) -> LlamaConfig:
-    """`read_config` of fields that were read from `file`."""
+    """The backbone's shape from the fields of a config.json; `file` is named in errors."""
     family, raw = family_of(file, raw), text_config(raw)
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -128,7 +128,7 @@ def check_like_llama(file: str, layers: LlamaConfig) -> None:
 
 
 def _consistent(file: str, config: LlamaConfig) -> LlamaConfig:
-    """The shape with the context that its rotation reaches, and without the fields that change nothing.
+    """Set the context that the rotation reaches, and reset fields that change nothing.
 
     Raises:
       UserError: sizes do not fit together.

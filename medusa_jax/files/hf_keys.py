@@ -19,9 +19,9 @@ LAYER = re.compile(r"(.*?)(?:model\.)?layers\.\d+\.")
 
 
 def locate(path: str) -> tuple[str, bool]:
-    """Parameter path -> (Hugging Face key, whether it is stored transposed).
+    """Return the Hugging Face key of a parameter, and whether it is stored transposed.
 
-    `layers_0/self_attn/q_proj/kernel` [in, out] is `model.layers.0.self_attn.q_proj.weight`
+    Example: `layers_0/self_attn/q_proj/kernel` [in, out] is `model.layers.0.self_attn.q_proj.weight`
     [out, in]; `norm/scale` is `model.norm.weight`, unchanged.
     """
     name = re.sub(r"^layers_(\d+)/", r"layers/\1/", path).replace("/", ".")

@@ -1,7 +1,6 @@
-"""Count what a compiled program sends between devices.
+"""Count the bytes that a compiled program sends between devices.
 
-XLA inserts communication when it partitions a program over a mesh, so it can only be counted in the
-compiled program.
+XLA inserts communication when it partitions a program over a mesh, so only the compiled program shows it.
 """
 
 import math

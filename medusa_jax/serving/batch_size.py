@@ -1,4 +1,4 @@
-"""The size of the batch: the rows and slots that requests need, as far as programs are ready."""
+"""Choose the numbers of rows and slots of the batch, among those whose programs are compiled."""
 
 from collections.abc import Mapping
 

@@ -21,7 +21,7 @@ class Row:
       cached: tokens of the text in its cache, also after its request has ended.
       drafted: number of these that the drafter has read; plain decoding does not advance it.
       job: the request that occupies the row.
-      used: when a text was last left in it: the number of texts that had been left in any row.
+      used: its place in the order in which rows were left; the least was left longest ago.
     """
 
     cached: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))

@@ -2,8 +2,8 @@
 
 from medusa_jax.errors import UserError
 
-# Stage -> the groups of variables that it trains; "/lora" is for lora.rank > 0. Other groups are frozen: a
-# separate tree without gradient or optimizer state.
+# Stage -> the groups of variables that it trains; "/lora" is for lora.rank > 0. Other groups are frozen: they are in
+# another tree, which has no gradient and no optimizer state.
 TABLE: dict[str, tuple[str, ...]] = {
     "backbone": ("backbone",),
     "backbone/lora": ("lora",),

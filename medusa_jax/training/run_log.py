@@ -180,7 +180,7 @@ def finite(value: Any) -> Any:
 
 def outlook(workdir: str | Path) -> str:
     """Whether longer training would help, by the last two held-out evaluations; "" if they are missing."""
-    name, records = "accepted_length_tree", read_log(Path(workdir) / "log.jsonl")
+    name, records = "accepted_length_tree", read_log(Path(workdir) / LOG)
     found = [r for r in records if r.get("kind") == "eval" and name in r]
     if len(found) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""How cached hidden states are stored (`data.cache_features`): in 32, 16 or 8 bits.
+"""Store cached hidden states (`data.cache_features`) in 32, 16 or 8 bits.
 
 "float8" stores the final hidden state and each tapped stream of a position in D + 4 bytes:
 one float32 scale, then D values in float8_e4m3fn. Their relative error of 2^-4 also holds
