@@ -45,24 +45,20 @@ class Chunks:
     """Dispatches chunks of steps, and delivers their results.
 
     Args:
-      most_steps: of a chunk.
       threads: run the host's work on constraints.
 
     Attributes:
+      most_steps: of a chunk.
       pending: results of dispatched programs, the oldest first.
       finished: number of finished chunks.
     """
 
+    most_steps = 8
+
     def __init__(
-        self,
-        batch: Batch,
-        jobs: Jobs,
-        size: BatchSize,
-        most_steps: int,
-        threads: GuideThreads,
+        self, batch: Batch, jobs: Jobs, size: BatchSize, threads: GuideThreads
     ) -> None:
-        self._batch, self._jobs, self._size = batch, jobs, size
-        self._most_steps, self._threads = most_steps, threads
+        self._batch, self._jobs, self._size, self._threads = batch, jobs, size, threads
         self.pending: deque[Pending] = deque()
         self.finished = 0
         self._group: Group | None = None  # of the last chunk
@@ -75,7 +71,7 @@ class Chunks:
     def unseen_tokens(self) -> int:
         """Upper bound on the tokens that dispatched chunks have added to a text but the host has not read."""
         chunks = sum(pending.tree is not None for pending in self.pending)
-        return chunks * self._most_steps * self._batch.engines.longest
+        return chunks * self.most_steps * self._batch.engines.longest
 
     def insert(self, job: Job, reading: Reading, at: int) -> None:
         """Put a row that was read or parked into the batch."""
@@ -105,7 +101,7 @@ class Chunks:
         rows, costs = self._batch.rows, self._ladder.costs[group]
         engine = self._batch.engines.of_steps(sized.group, rows, sized.nodes)
         seconds = costs.measured(rows, engine.tree.n_nodes) or PACE / FEW_STEPS
-        steps = max(1, min(self._most_steps, int(PACE / seconds)))
+        steps = max(1, min(self.most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
         progress, tree = self._batch.run(
             status_B, sized.group, steps, guides, self._threads.filled, sized.nodes

@@ -31,16 +31,13 @@ class Scheduler:
 
     Args:
       compiler: tells which programs are compiled.
-      chunk_steps: most steps of a chunk.
       threads: run the host's work on constraints.
     """
 
-    def __init__(
-        self, batch: Batch, compiler: Compiler, chunk_steps: int, threads: GuideThreads
-    ) -> None:
+    def __init__(self, batch: Batch, compiler: Compiler, threads: GuideThreads) -> None:
         self._batch, self._jobs = batch, Jobs(batch)
         self._size = BatchSize(batch, self._jobs, compiler)
-        self._chunks = Chunks(batch, self._jobs, self._size, chunk_steps, threads)
+        self._chunks = Chunks(batch, self._jobs, self._size, threads)
         self._reader = PromptReader(batch, self._jobs, self._size, self._chunks)
 
     @property

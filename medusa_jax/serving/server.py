@@ -48,7 +48,6 @@ class Server:
       max_prompt_tokens: most tokens of a prompt; by default the context.
       max_new_tokens: most tokens of an answer; by default the context.
       learner: trains the draft heads on finished answers while no request runs.
-      chunk_steps: as for `Scheduler`.
 
     Example:
       with Server(model, slots=8) as server:
@@ -67,13 +66,11 @@ class Server:
         max_prompt_tokens: int | None = None,
         max_new_tokens: int | None = None,
         learner: "Learner | None" = None,
-        chunk_steps: int = 8,
     ) -> None:
         context = model.config.max_position
         numbers = {
             "slots": slots,
             "queue": queue,
-            "chunk_steps": chunk_steps,
             "max_prompt_tokens": context
             if max_prompt_tokens is None
             else max_prompt_tokens,
@@ -98,9 +95,7 @@ class Server:
         make_batch = partial(Batch, engines, self.most_new, piece)
         self._compiler = Compiler(make_batch, self._notify, lambda: self.idle)
         self._threads = GuideThreads(self._notify)
-        self._scheduler = Scheduler(
-            make_batch(), self._compiler, chunk_steps, self._threads
-        )
+        self._scheduler = Scheduler(make_batch(), self._compiler, self._threads)
         self._closing = self._changed = False
         self._failures = self._chunks = 0
         self._error: BaseException | None = None

@@ -171,9 +171,7 @@ def check(model, name, constraints, obeys, rows):
     made = [(given, usable(model, given)) for given in constraints]
     refused = sum(one is None for _, one in made)
     made = [pair for pair in made if pair[1]]
-    with Server(
-        model, slots=rows, trees={rows: TREE}, queue=2 * rows, chunk_steps=4
-    ) as server:
+    with Server(model, slots=rows, trees={rows: TREE}, queue=2 * rows) as server:
         for start in range(0, len(made), rows):
             batch = made[start : start + rows]
             batch += [(None, None)] * (rows - len(batch))  # one size, one program

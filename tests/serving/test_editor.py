@@ -65,7 +65,7 @@ def test_llama_vim_types_waits_and_accepts(coder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(InfillReply, "whole", whole)
     file.write_text("def add(a, b):\n")
-    server = Server(coder, slots=2, trees={2: TREE}, chunk_steps=3)
+    server = Server(coder, slots=2, trees={2: TREE})
     with server, listening(server) as port:
         fields = {"endpoint_fim": f"{port.url}/infill", "n_predict": 8, "show_info": 0}
         editor = Editor(tmp_path, file, PLUGIN, **fields)

@@ -73,7 +73,7 @@ def test_an_end_in_the_middle_of_work(port):
 
 
 def test_a_closed_server_takes_nothing(port):
-    with Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3) as server:
+    with Server(port.model, slots=3, trees={3: TREE}) as server:
         handle = server.submit(Request("in", Options(max_new_tokens=5)))
     assert list(handle)[-1].ending.result.new_tokens == 5  # what was submitted is answered
     app = make_app(server, name=NAME, template="")
@@ -86,7 +86,7 @@ def test_a_closed_server_takes_nothing(port):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"slots": "4"}, {"slots": 2.5}, {"slots": 0}, {"queue": 0}, {"queue": "a"}, {"foo": 1}, {"chunk_steps": 0},
+        {"slots": "4"}, {"slots": 2.5}, {"slots": 0}, {"queue": 0}, {"queue": "a"}, {"foo": 1},
         {"max_prompt_tokens": -3}, {"max_prompt_tokens": 0}, {"max_new_tokens": -1}, {"max_new_tokens": 0},
         {"max_new_tokens": "a"}, {"trees": {2: "chain:2"}}, {"trees": {0: TREE}}, {"trees": {9: TREE}},
     ],
@@ -124,7 +124,7 @@ def test_an_end_that_waits_no_longer(port):
 
 @pytest.fixture
 def server(port):
-    with Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3) as server:
+    with Server(port.model, slots=3, trees={3: TREE}) as server:
         yield server
 
 

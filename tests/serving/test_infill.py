@@ -42,7 +42,8 @@ def port(tmp_path_factory):
     path = tmp_path_factory.mktemp("coder")
     write_coder(path)
     model = load_model(path)
-    server = Server(model, trees={2: TREE}, chunk_steps=3, slots=2)
+    server = Server(model, trees={2: TREE}, slots=2)
+    server._scheduler._chunks.most_steps = 3
     with server, listening(server) as port:
         yield port
 

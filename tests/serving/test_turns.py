@@ -140,7 +140,7 @@ def test_a_request_without_programs_is_told(model, make):
 def test_pieces_come_at_a_steady_pace(model, make, step, monkeypatch):
     """Slow steps are shown one by one, fast ones together: no more often than a reader can see."""
     now, came, taken = [1.0], [], make()
-    taken._chunks._most_steps = 8
+    taken._chunks.most_steps = 8
     clock = SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(chunks, "time", clock)
     client = Client(taken, model, asked(3, 200))

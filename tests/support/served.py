@@ -104,8 +104,9 @@ def port_of(path, *template, **sizes):
     """A server of three rows of a tiny chat model, written to `path`, at a new port."""
     write_chat_model(path, *template, **sizes)
     model = load_model(path)
-    fields = {"trees": {3: TREE}, "queue": QUEUE, "chunk_steps": 3}
+    fields = {"trees": {3: TREE}, "queue": QUEUE}
     with Server(model, slots=3, **fields) as server, listening(server) as port:
+        server._scheduler._chunks.most_steps = 3
         yield port
 
 

@@ -57,7 +57,9 @@ def load_model(path):
 
 def scheduler_of(model, trees=TREES, programs=None):
     made = Batch(Engines(model, trees), 300, PIECE)
-    return Scheduler(made, programs or InPlace(), 3, GuideThreads(lambda: None))
+    scheduler = Scheduler(made, programs or InPlace(), GuideThreads(lambda: None))
+    scheduler._chunks.most_steps = 3
+    return scheduler
 
 
 class Client:
