@@ -177,7 +177,7 @@ def contradiction(config: LlamaConfig) -> str:
 def _layers(family: Family, fields: Fields) -> Json:
     """The window, the layers that have it, and the layers that rotate queries and keys."""
     n = fields.count("num_hidden_layers")
-    windows, rotated = _window_layers(family, fields, n), (True,) * n
+    windows, rotated = window_layers(family, fields, n), (True,) * n
     if family.rotates == "window" and "sliding_window" in fields.values:
         rotated = windows
     if family.rotates == "listed":
@@ -194,7 +194,7 @@ def _layers(family: Family, fields: Fields) -> Json:
     }
 
 
-def _window_layers(family: Family, fields: Fields, n: int) -> tuple[bool, ...]:
+def window_layers(family: Family, fields: Fields, n: int) -> tuple[bool, ...]:
     """Whether each layer has the window.
 
     Raises:

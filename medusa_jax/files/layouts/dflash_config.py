@@ -8,14 +8,14 @@ their inputs.
 """
 
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf_config import LAYER_KINDS
+from medusa_jax.files.families import FAMILIES
+from medusa_jax.files.hf_config import window_layers
 from medusa_jax.files.layouts import speculators_config
 from medusa_jax.files.layouts.other_fields import check_others
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
 TABLE, TAPS = "dflash_config", "target_layer_ids"
-FULL, SLIDING = LAYER_KINDS
 # The tapped layers of speculators, and its other fields that are read here.
 INPUTS = "aux_hidden_state_layer_ids"
 _SPECULATORS = {
@@ -97,24 +97,17 @@ def root_guesses(fields: Fields, rank: int) -> bool:
 
 def sight(fields: Fields, n_layers: int) -> Json:
     """What slots see in each layer: fields of `heads/dflash.py`. speculators counts windows from the root."""
-    uses = fields.switch("use_sliding_window")
-    first = fields.count("max_window_layers", 28, least=0) if uses else n_layers
-    full = min(first, n_layers)
-    layout = [FULL] * full + [SLIDING] * (n_layers - full)
-    kinds = fields.items("layer_types", str, layout)
-    sliding = [str(j) for j, kind in enumerate(kinds) if kind == SLIDING]
-    if len(kinds) != n_layers or not {*kinds} <= {*LAYER_KINDS} or (sliding and not uses):
-        raise UserError(
-            f"{fields.file}: layer_types {kinds} are not supported for {n_layers} layers with "
-            f"use_sliding_window {uses}"
-        )
+    qwen3 = FAMILIES["qwen3"]
+    fields = Fields(fields.file, qwen3.defaults | fields.values)
+    windows = window_layers(qwen3, fields, n_layers)
+    sliding = [str(j) for j, has_window in enumerate(windows) if has_window]
     causal = "none" if fields.switch("sliding_window_non_causal") else "sliding"
     for name in ("causal", "is_causal"):  # of all layers; the second wins in vLLM
         if name in fields.values:
             causal = "all" if fields.switch(name) else "none"
     return {
         "sliding_layers": ",".join(sliding),
-        "window": fields.count("sliding_window", 4096) if sliding else 0,
+        "window": fields.count("sliding_window") if sliding else 0,
         "window_at_root": bool(sliding) and "sliding_window_non_causal" in fields.values,
         "causal": causal,
     }
