@@ -23,7 +23,7 @@ def is_message(value: object) -> bool:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, vocab_size: int) -> list[int]:
-    """Token ids of a prompt, BOS first where the tokenizer puts one.
+    """Token ids of a prompt, the tokenizer's prefix first.
 
     Raises:
       UserError: not text or token ids, nothing to start from (an empty prompt and no BOS), or ids out

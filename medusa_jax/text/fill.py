@@ -55,8 +55,7 @@ class Fill:
         self._repository, self._file = ids.get("repository_token"), ids.get("file_token")
         self.ends = frozenset(ids.values())
         self._literal = literal_text(tokenizer)
-        bos = tokenizer.bos_id if tokenizer.adds_bos else None
-        self._start = [] if bos is None else [bos]
+        self._start = tokenizer.prefix
 
     def prompt(self, gap: Gap) -> list[int]:
         """Return the prompt for a gap of one file, without a limit on its length."""

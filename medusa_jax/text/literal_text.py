@@ -71,11 +71,10 @@ class LiteralText:
         return _replace(self._stand_in, self._shown, text)
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Ids of a text without a template; the BOS comes first if the tokenizer adds it."""
+        """Ids of a text without a template; with `add_bos` the tokenizer's prefix comes first."""
         if not self._special.search(text):
             return self._tokenizer.encode(text, add_bos=add_bos)
-        bos = self._tokenizer.bos_id if add_bos and self._tokenizer.adds_bos else None
-        return [*([] if bos is None else [bos]), *self._encode(text)[0]]
+        return [*(self._tokenizer.prefix if add_bos else ()), *self._encode(text)[0]]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
         """`Tokenizer.encode_with_offsets` of a rendered text with stand-ins."""

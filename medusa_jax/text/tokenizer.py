@@ -36,7 +36,7 @@ class Tokenizer:
 
     Attributes:
       bos_id: the id that starts a text, or None.
-      adds_bos: whether plain text starts with the BOS (Llama: yes; Qwen: no).
+      prefix: ids that plain text starts with (Llama: the BOS; GLM: two tokens; Qwen: none).
       eos_ids: ids that end a text or a turn; chat models often have several.
       vocab_size: number of ids, added tokens included. A model may have more embeddings.
       chat_template: the Jinja source from the model directory, or ""; of several by name the default.
@@ -64,9 +64,12 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.bos_id = bos_id
-        if adds_bos is None:
-            adds_bos = encode_text(backend, "a", special=True).ids[:1] == [bos_id]
-        self.adds_bos = adds_bos and bos_id is not None
+        letter = encode_text(backend, "a", special=True)
+        self.prefix = tuple(letter.ids[: [*letter.special_tokens_mask, 0].index(0)])
+        if adds_bos is False:
+            self.prefix = tuple(i for i in self.prefix if i != bos_id)
+        elif adds_bos and not self.prefix and bos_id is not None:
+            self.prefix = (bos_id,)
         self.special_texts, self.origin = special_texts or {}, origin
         self.fill_texts = find_fill_texts(backend, self.special_texts)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -86,15 +89,13 @@ class Tokenizer:
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
         """Ids of `text`; special tokens written out in it are recognised.
 
-        With `add_bos` the BOS comes first if the tokenizer `adds_bos`.
+        With `add_bos` the tokenizer's `prefix` comes first.
 
         Raises:
           UserError: the text is not valid Unicode.
         """
         ids = encode_text(self.backend, text).ids
-        if add_bos and self.adds_bos and self.bos_id is not None:
-            return [self.bos_id, *ids]
-        return ids
+        return [*self.prefix, *ids] if add_bos else ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text` and their character ranges [start, end)."""
@@ -205,7 +206,7 @@ class NoTokenizer(Tokenizer):
 
     def __init__(self, directory: str) -> None:
         self.directory, self.backend = directory, None
-        self.bos_id, self.adds_bos, self.vocab_size = None, False, 0
+        self.bos_id, self.prefix, self.vocab_size = None, (), 0
         self.chat_template, self.named_templates, self.special_texts = "", {}, {}
         self.fill_texts: dict[str, str] = {}
         self.origin = ""

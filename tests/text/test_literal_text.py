@@ -44,8 +44,7 @@ def test_what_the_message_says_is_read_as_transformers_reads_it(byte_level_dir):
     at = ids.index(tokenizer.token_to_id("<|end_header_id|>")) + 1
     assert ids[at : at + len(expected)] == expected
     assert ids[at + len(expected)] == tokenizer.token_to_id("<|eot_id|>")
-    bos = [tokenizer.bos_id] if tokenizer.adds_bos else []
-    assert literal_text(tokenizer).encode(f"\n\n{ATTACK}") == [*bos, *expected]
+    assert literal_text(tokenizer).encode(f"\n\n{ATTACK}") == [*tokenizer.prefix, *expected]
 
 
 def test_other_conversations_are_read_as_before(speaking):
@@ -78,6 +77,6 @@ def test_a_vocabulary_of_many_special_tokens(byte_level_dir):
     tokenizer.backend.add_special_tokens([f"<|reserved_{i:040}|>" for i in range(2000)])
     literal = LiteralText(load := Tokenizer(tokenizer.backend))
     text = f"a <|reserved_{7:040}|> b"
-    ids = literal.encode(text)
+    ids = literal.encode(text, add_bos=False)
     assert load.decode(ids, skip_special=False) == text
     assert not load.special_ids.intersection(ids)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pieces import LLAMA, METASPACE, like_llama
 from refusals import refused
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from medusa_jax.text.chat import encode_prompt
 from medusa_jax.text.growth import check_growth
@@ -70,9 +70,9 @@ def test_same_ids_as_transformers(tokenizer, text, sentencepiece_dir, byte_level
 
 def test_special_tokens(tokenizers_by_kind):
     llama2, llama3 = tokenizers_by_kind.values()
-    assert (llama2.bos_id, llama2.eos_ids, llama2.adds_bos) == (1, {2}, True)
+    assert (llama2.bos_id, llama2.eos_ids, llama2.prefix) == (1, {2}, (1,))
     assert len(llama2.byte_ids) == 256
-    assert (llama3.bos_id, llama3.eos_ids, llama3.adds_bos) == (0, {1, 2}, True)
+    assert (llama3.bos_id, llama3.eos_ids, llama3.prefix) == (0, {1, 2}, (0,))
     assert not llama3.byte_ids
     assert llama3.encode("<|eot_id|>") == [2]
     assert llama3.decode([2, 99]) == llama3.decode([99])
@@ -82,7 +82,8 @@ def test_special_tokens(tokenizers_by_kind):
 
 def test_bos_is_not_invented(byte_level_dir, tmp_path):
     """Qwen's config.json names a BOS id, its tokenizer says it has none. Or the model has no embedding for it."""
-    shutil.copy(byte_level_dir / "tokenizer.json", tmp_path)
+    backend = json.loads((byte_level_dir / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend | {"post_processor": None}))
     ids = {"bos_token_id": 7, "eos_token_id": 8, "vocab_size": 400}
     (tmp_path / "config.json").write_text(json.dumps(ids))
     for name in (None, "<new>"):
@@ -91,6 +92,29 @@ def test_bos_is_not_invented(byte_level_dir, tmp_path):
         tokenizer = load_tokenizer(str(tmp_path))
         assert tokenizer.bos_id is None and tokenizer.eos_ids == {8}
         assert tokenizer.encode("x", add_bos=True) == tokenizer.encode("x")
+
+
+@pytest.mark.parametrize("bos", [None, "<|im_end|>"])
+@pytest.mark.parametrize("text", ["Hello you", "a <|eot_id|>"])
+def test_text_begins_with_the_prefix_of_its_post_processor(
+    text, bos, byte_level_dir, tmp_path
+):
+    """GLM's is [gMASK]<sop>, of which none is its BOS."""
+    transformers = pytest.importorskip("transformers")
+    backend = Backend.from_file(str(byte_level_dir / "tokenizer.json"))
+    names = ("<|im_start|>", "<|im_end|>")
+    template = processors.TemplateProcessing(
+        single="<|im_start|>:0 <|im_end|>:0 $A:0",
+        special_tokens=[(name, backend.token_to_id(name)) for name in names],
+    )
+    steps = [processors.ByteLevel(trim_offsets=False), template]
+    backend.post_processor = processors.Sequence(steps)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos)
+    theirs.save_pretrained(tmp_path)
+    ours = load_tokenizer(str(tmp_path))
+    assert ours.encode(text, add_bos=True) == theirs.encode(text)
+    literal = theirs.encode(text, split_special_tokens=True)
+    assert literal_text(ours).encode(text) == literal
 
 
 END, TURNS = "<|turn|>", "{{ sep_token }}{{ image_token }}{{ messages[0].content }}"

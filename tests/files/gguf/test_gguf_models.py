@@ -312,7 +312,7 @@ def test_what_a_model_says_in_addition_to_its_weights(tmp_path, tokenizer_json):
     said |= {"ggml.add_bos_token": True, "chat_template": "{{ messages[0]['content'] }}"}
     path = tiny(tmp_path / "a.gguf", tokenizer_json, vocabulary=said)
     tokenizer = load_tokenizer(path)
-    assert (tokenizer.bos_id, tokenizer.adds_bos) == (0, True)
+    assert (tokenizer.bos_id, tokenizer.prefix) == (0, (0,))
     assert tokenizer.eos_ids == {1, 2, 6}  # <|im_end|> too, as in llama.cpp
     assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
     assert tokenizer.special_texts["eos_token"] == "<|end_of_text|>"
@@ -363,7 +363,7 @@ def test_ids_that_a_sentencepiece_file_does_not_say(tmp_path):
     """llama.cpp's: 1 begins a text, 2 ends it."""
     metadata = bytes_metadata("</x>") | shape_metadata("llama")
     tokenizer = load_tokenizer(write(tmp_path / "a.gguf", metadata, llama_tensors(259)))
-    assert (tokenizer.bos_id, tokenizer.adds_bos, tokenizer.eos_ids) == (1, True, {2})
+    assert (tokenizer.bos_id, tokenizer.prefix, tokenizer.eos_ids) == (1, (1,), {2})
 
 
 def test_a_file_is_converted_once(tmp_path, tokenizer_json, monkeypatch):
