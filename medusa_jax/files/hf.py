@@ -30,7 +30,7 @@ from medusa_jax.files.hub import resolve
 from medusa_jax.files.json_files import read_json
 from medusa_jax.files.source import Convert, Source, flatten
 from medusa_jax.files.stored_forms import as_llama
-from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
+from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows, take_rows
 from medusa_jax.files.tensors import open_checkpoint, weights_files
 from medusa_jax.model.convert import abstract_params
 from medusa_jax.sharding import Params
@@ -127,10 +127,11 @@ class BaseFiles(Source):
         """Columns [D, O] of the LM head's kernel, for these tokens."""
         return read_rows(self.tensors[self._lm_head_key], ids_O).T
 
-    def has_lm_head(self, copy: Tensor) -> bool:
-        """Whether a stored matrix [V, D] is the LM head, perhaps divided as the logits are."""
+    def has_lm_head(self, copy: Tensor, ids_O: np.ndarray | None = None) -> bool:
+        """Whether a stored matrix [O, D] is the LM head for these tokens, perhaps divided as the logits are."""
         divisor = self.config.logit_divisor
         head = self.tensors[self._lm_head_key]
+        head = head if ids_O is None else take_rows(head, ids_O)
         return any(_are_equal(head, copy, by) for by in {1.0, divisor})
 
     def has_embedding(self, copy: Tensor) -> bool:
@@ -175,7 +176,7 @@ def _refuse_wrapped(directory: str, tensors: Tensors) -> None:
 
 
 def _are_equal(a: Tensor, b: Tensor, divisor: float = 1.0) -> bool:
-    """Whether matrices a / divisor and b are equal; both are read 1024 rows at a time."""
+    """Whether matrices a / divisor, rounded to b's type, and b are equal; both are read 1024 rows at a time."""
     if a.shape != b.shape or len(a.shape) != 2:
         return False
     V, D = a.shape
@@ -183,8 +184,8 @@ def _are_equal(a: Tensor, b: Tensor, divisor: float = 1.0) -> bool:
     for part in parts:
         x, y = a.read(part), b.read(part)
         if divisor != 1:
-            x = (x.astype(np.float32) / divisor).astype(y.dtype)
-        if not np.array_equal(x, y):
+            x = x.astype(np.float32) / divisor
+        if not np.array_equal(x.astype(y.dtype, copy=False), y):
             return False
     return True
 

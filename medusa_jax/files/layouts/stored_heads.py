@@ -64,7 +64,7 @@ class StoredHeads(Source):
             )
         fields: Json = {}
         copies = [tensors.pop(key, None) for key in self.copied_lm_heads]
-        if copies and all(x is not None and base.has_lm_head(x) for x in copies):
+        if copies and all(x is not None and base.has_lm_head(x, self.ids) for x in copies):
             fields["lm_head"] = "shared"
         else:
             tensors = self.tensors

@@ -152,17 +152,22 @@ def same_bits(folder, stored, base, out):
 
 @pytest.mark.parametrize(
     ("target", "fields"),
-    [("vllm", {}), ("tgi", {}), ("vllm", EAGLE3 | {"tap_layers": "0,1"})],
+    [("vllm", FEW), ("tgi", {}), ("vllm", EAGLE3 | FEW | {"tap_layers": "0,1"})],
 )
-def test_a_shared_lm_head_is_shared_again(target, fields, base, tmp_path):
-    """If every copy is the model's, to the last number."""
-    stored = write_heads(tmp_path / "heads", base, heads_of(**SHARED, **fields))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shared_lm_head_is_shared_again(target, fields, dtype, base, tmp_path):
+    """If every copy is the model's for the scored tokens, rounded to the file's type."""
+    stored = write_heads(
+        tmp_path / "heads", base, heads_of(**SHARED, **fields), dtype=dtype
+    )
     out = exported(stored, base, target, tmp_path / "out")
     again = open_heads(str(out))
     same_bits(tmp_path / "heads", again, base, tmp_path / "back")
     [file] = out.glob("*.safetensors")
     arrays = load_file(file)
-    arrays[again.copied_lm_heads[-1]][-1, -1] += 1
+    copy = arrays[again.copied_lm_heads[-1]]
+    last_scored = len(copy) if stored.ids is None else stored.ids[-1]
+    copy[min(last_scored, len(copy) - 1), -1] += 1
     save_file(arrays, file)
     assert open_heads(str(out)).fitted(base).heads.lm_head == "own"
 
