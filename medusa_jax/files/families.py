@@ -141,7 +141,8 @@ FAMILIES: dict[str, Family] = {
         windows="all", derived=_ministral3),
     "cwm": Family(
         context=131072, defaults=_EPS | {
-            "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192, "rope_parameters": _CWM_ROPE},
+            "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192, "rope_theta": 1e6,
+            "rope_parameters": _CWM_ROPE},
         reads={"mlp_bias": ("mlp_bias",)}, windows="fourth"),
     "qwen2": Family(
         context=32768, defaults=_WINDOW | {"num_key_value_heads": 32}, shape={"qkv_bias": True}, windows="late"),
@@ -181,8 +182,8 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(context=2048, defaults=_EPS, shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS),
     "olmo3": Family(
         context=2048, defaults=_EPS | _WINDOW | {"rope_theta": 5e5, "sliding_window_pattern": 4},
-        shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS, ignored=("rope_local_base_freq",), windows="period",
-        window_theta=5e5),
+        shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS, ignored=("rope_local_base_freq", "sliding_window_pattern"),
+        windows="period", window_theta=5e5),
     "exaone": Family(
         context=4096, defaults=_EPS | {"num_key_value_heads": 8, "rope_theta": 5e5}, reads=_BIASES,
         names={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps",

@@ -210,6 +210,8 @@ EDITED = [
       for kinds in (None, ["full_attention", "sliding_attention"])),
     ("llama_yarn", {"rope_scaling": YARN | {"factor": None}}, True),
     ("phi3_window", {"layer_types": ["full_attention", "sliding_attention"]}, False),
+    ("cwm", {"rope_parameters": "absent", "rope_scaling": LLAMA3_ROPE}, True),
+    ("olmo3", {"layer_types": "absent", "sliding_window_pattern": 2}, False),
     *(("phi3_longrope", {"rope_scaling": LONG["rope_scaling"] | {"rope_type": kind, "factor": 9.0, ORIGINAL: 90}, ORIGINAL: outer}, True)
       for kind in ("su", "yarn") for outer in (24, "absent")),
 ]  # fmt: skip

@@ -139,11 +139,13 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "sliding_window": window,
         "partial_rotary_factor": rotated / head_dim,
     }
-    pattern = file.values.get(f"{arch}.attention.sliding_window_pattern")
-    if window and isinstance(pattern, list):
-        config["layer_types"] = [LAYER_KINDS[bool(one)] for one in pattern]
-    elif window and pattern is not None:  # 0: no layer is without the window
-        config["sliding_window_pattern"] = pattern or layers + 1
+    name = f"{arch}.attention.sliding_window_pattern"
+    if window and name in file.values:
+        windows = file.values[name]
+        if not isinstance(windows, list):
+            period = file.whole(name) or layers + 1  # 0: no layer is without the window
+            windows = [(i + 1) % period for i in range(layers)]
+        config["layer_types"] = [LAYER_KINDS[bool(one)] for one in windows]
     config["rope_scaling"] = rope = _rope_scaling(file, arch, config)
     # llama.cpp's values where a file does not say them.
     plain = {"attention_multiplier": head_dim**-0.5}
