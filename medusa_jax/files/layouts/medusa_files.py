@@ -20,6 +20,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.copies import GENERATION, copy_inside, copy_tokenizer_files
 from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.hf_keys import NOT_OF_TEXT
 from medusa_jax.files.layouts.layout import VLLM_COMMAND, Export, HeadFiles, Layout
 from medusa_jax.files.layouts.medusa_forms import (
     MEDUSA,
@@ -39,10 +40,12 @@ from medusa_jax.typed import Fields
 HEADS_ONLY = "Medusa heads"
 FULL_MODEL = "Medusa full model"
 ADAPTER = "Medusa adapter"
-# The backbone of a full model, or its adapters.
+# The backbone of a full model of any family, or its adapters, and the embedding's key.
 _BACKBONE = re.compile(
-    r"(base_model\.model\.)?(model\.(embed_tokens|layers|norm|rotary_emb)|lm_head)\."
+    r"(base_model\.model\.)?((model\.|language_model\.)*(embed_tokens|layers|norm|rotary_emb|lm_head)"
+    r"|transformer\.(wte|h|ln_f))\."
 )
+_EMBEDDINGS = ("embed_tokens.weight", "transformer.wte.weight")
 _TOKEN_MAP = "token_map"
 
 
@@ -77,15 +80,13 @@ class MedusaFiles(Layout):
                 base = {"fingerprint": merge}
         elif prefix:
             layout = FULL_MODEL
-            if "model.embed_tokens.weight" in tensors:
+            if any(key.endswith(_EMBEDDINGS) for key in tensors):
                 # These heads were trained with their backbone and fit no other.
                 base = {"fingerprint": BaseFiles.open(files.directory).fingerprint()}
 
         def ignore(key: str) -> bool:
-            with_backbone = layout in (FULL_MODEL, ADAPTER)
-            return with_backbone and bool(
-                _BACKBONE.match(key) or ".original_module." in key
-            )
+            of_backbone = _BACKBONE.match(key) or NOT_OF_TEXT.match(key)
+            return layout != HEADS_ONLY and bool(of_backbone or ".original_module." in key)
 
         return StoredHeads(
             source=files.source,

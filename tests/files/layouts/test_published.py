@@ -1,6 +1,7 @@
 """Published heads: found, recognised by their keys, read right or refused with a one-line error."""
 
 import dataclasses
+import json
 import re
 
 import huggingface_hub
@@ -49,6 +50,7 @@ from our_heads import (
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 
+from medusa_jax.files.families import FAMILIES
 from medusa_jax.files.layouts import native_heads
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.files.torch_writer import save_torch
@@ -254,6 +256,25 @@ def test_heads_that_were_trained_with_their_backbone(tmp_path):
     folder = write(tmp_path / "adapter", state, "adapter_model.bin")
     fails("adapters in the same file change it", folder, fingerprint="01")
     assert load(folder)[0].n_heads == 2
+
+
+@pytest.mark.parametrize("kind", ["exaone", "mistral3"])
+def test_full_models_of_families_with_other_modules(kind, tmp_path):
+    """EXAONE's `transformer.h`, and a vision model around its language model."""
+    base = write_base(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    state, raw = load_file(file), json.loads(config.read_text())
+    names = FAMILIES[kind].keys if kind == "exaone" else {}
+    for theirs, ours in reversed(names.items()):
+        state = {re.sub(rf"\b{ours}\.", f"{theirs}.", key): x for key, x in state.items()}
+    if kind == "mistral3":
+        raw = {"text_config": raw}
+        state = {f"language_model.{key}": x for key, x in state.items()}
+        state["vision_tower.ln_pre.weight"] = np.ones(3, np.float32)
+    config.write_text(json.dumps(raw | {"model_type": kind}))
+    save_file(state | medusa_state(3, prefix="medusa_head."), file)
+    assert load(tmp_path, fingerprint=base.fingerprint())[0].n_heads == 3
+    fails("trained on the model with fingerprint", tmp_path, fingerprint="01")
 
 
 def test_what_eagle_3_s_configurations_leave_out(tmp_path):
