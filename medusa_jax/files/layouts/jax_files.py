@@ -6,7 +6,6 @@ Embedding and LM head of DFlash and DSpark are the model's. Both engines silentl
 not know, so `why_not` refuses heads that they would run differently.
 """
 
-import os
 from typing import ClassVar
 
 import numpy as np
@@ -15,12 +14,11 @@ from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_writer import config_to_hf
-from medusa_jax.files.json_files import optional_json
 from medusa_jax.files.layouts.dflash_files import DFlashFiles
 from medusa_jax.files.layouts.eagle3_files import Eagle3Files, unstorable
 from medusa_jax.files.layouts.layout import VLLM_COMMAND, Export, Layout
 from medusa_jax.files.layouts.stored_heads import Arrays
-from medusa_jax.files.layouts.tapped_files import drafter_of
+from medusa_jax.files.layouts.tapped_files import architectures, drafter_of
 from medusa_jax.heads.dflash import DFlashConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.tapped import TappedConfig
@@ -54,32 +52,30 @@ class _ForJaxEngine(Layout):
         if self.name == TPU and size not in (0, width):
             return f"{self.engine} pads heads as the model's {width}, not {size}"
         try:
-            architectures = config_to_hf(llama)["architectures"]
+            names = config_to_hf(llama)["architectures"]
         except UserError:
-            architectures = []
-        return self.unknown_model(heads.drafter, architectures)
+            names = []
+        return self.unknown_model(heads.drafter, names)
 
     def faults(self, heads: HeadsConfig, llama: LlamaConfig | None) -> Faults:
         """Return pairs: whether the engine misreads something, and what it misreads."""
         raise NotImplementedError
 
-    def unknown_model(self, drafter: str, architectures: list[str]) -> str:
+    def unknown_model(self, drafter: str, names: list[str]) -> str:
         """The reason why the engine runs no such heads with a model; "" if it does."""
         known = ["LlamaForCausalLM", "Qwen3ForCausalLM"]
         if self.name == TPU and drafter == "eagle3":
             known = known[:1]
-        if not {*known}.isdisjoint(architectures):
+        if not {*known}.isdisjoint(names):
             return ""
         return (
             f"{self.engine} gives {drafter} heads the inner streams of {' and '.join(known)} only, not of "
-            f"{', '.join(architectures) or 'a model of this shape'}"
+            f"{', '.join(names) or 'a model of this shape'}"
         )
 
     def write(self, export: Export, out: str) -> None:
-        config = optional_json(os.path.join(export.base.source, "config.json"))
-        names, drafter = config.get("architectures"), export.stored.heads.drafter
-        reason = self.unknown_model(drafter, names) if names else ""
-        if reason:
+        drafter = export.stored.heads.drafter
+        if reason := self.unknown_model(drafter, architectures(export)):
             raise UserError(f"{export.stored.source}: {reason}")
         super().write(export, out)
 

@@ -4,6 +4,7 @@ d2t [O] int64       token id - place among the O
 t2d [V] bool        which of V tokens they are, if there
 """
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import ROPE
 from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
+from medusa_jax.files.json_files import optional_json
 from medusa_jax.files.layouts.layout import Export
 from medusa_jax.files.layouts.stored_heads import Arrays
 from medusa_jax.files.tensor import Tensors, read_whole, take_rows
@@ -118,7 +120,12 @@ def shared_lm_head(export: Export) -> Arrays:
     return {LM_HEAD: export.lm_head(export.stored.ids).T}
 
 
+def architectures(export: Export) -> list[str]:
+    """The backbone's class, as its config.json says it, else that of the first family with its shape."""
+    said = optional_json(os.path.join(export.base.source, "config.json"))
+    return said.get("architectures") or config_to_hf(export.base.config)["architectures"]
+
+
 def verifier(export: Export) -> Json:
     """The backbone, as speculators names it."""
-    architectures = config_to_hf(export.base.config)["architectures"]
-    return {"name_or_path": export.base_name, "architectures": architectures}
+    return {"name_or_path": export.base_name, "architectures": architectures(export)}

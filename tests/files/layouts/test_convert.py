@@ -185,6 +185,17 @@ def test_what_only_speculators_can_say(base, tmp_path):
     same_bits(tmp_path / "heads", again, base, tmp_path / "back")
 
 
+def test_speculators_names_the_models_own_class(tmp_path):
+    """Not that of the first family with its shape."""
+    base, file = write_base(tmp_path / "base"), tmp_path / "base" / "config.json"
+    said = {"architectures": ["CwmForCausalLM"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    stored = write_heads(tmp_path / "heads", base, heads_of("eagle3", tap_layers="0,1"))
+    config = engines.config_of(exported(stored, base, "speculators", tmp_path / "out"))
+    verifier = config["speculators_config"]["verifier"]
+    assert verifier["architectures"] == said["architectures"]
+
+
 @pytest.mark.parametrize("target", ["tgi", "native"])
 def test_links_that_leave_the_directory_are_not_copied(target, base, tmp_path, capsys):
     """Files of a tokenizer within the directory or the hub's cache are; those of heads are their tree."""
