@@ -161,8 +161,8 @@ def test_no_circle_inside_a_room():
 # Budgets with 3% of slack, set when a large change ends. Lines of all files that decoding reaches by imports, with plain
 # kernels; of the package and research together lines and characters; of the tests lines; of the site words.
 GENERATE_LINES = 7_050
-LINES, CHARACTERS = 51_400, 2_125_000
-TEST_LINES, SITE_WORDS = 34_350, 19_000
+LINES, CHARACTERS = 51_310, 2_121_500
+TEST_LINES, SITE_WORDS = 34_410, 19_000
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",
