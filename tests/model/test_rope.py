@@ -8,7 +8,8 @@ from numpy_layers import llama3_divisors
 from tiny import tiny_arch
 
 from medusa_jax.kernels.tpu import TpuKernels
-from medusa_jax.model.rope import rope_frequencies, rope_tables, rotate
+from medusa_jax.model.kernels import Kernels
+from medusa_jax.model.rope import rope_frequencies, rope_tables
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -36,7 +37,7 @@ def test_rotation_is_that_of_complex_numbers(fields):
     positions = np.array([[0, 1, 7, 5000]])
     x = np.random.default_rng(0).standard_normal((1, 4, 2, 64))
     tables = rope_tables(config, jnp.asarray(positions), jnp.float64)
-    got = rotate(jnp.asarray(x), *tables)
+    got = Kernels().rotate(jnp.asarray(x), *tables)
     angle = positions[0][None, :, None, None] * expected
     turned = (x[..., :32] + 1j * x[..., 32:]) * np.exp(1j * angle)
     expected = np.concatenate([turned.real, turned.imag], -1)
@@ -48,7 +49,7 @@ def test_the_form_for_tpus_is_exact(dtype):
     config = tiny_arch(head_dim=64)
     tables = rope_tables(config, jnp.array([[0, 1, 7, 500], [3, 2, 1, 0]]), dtype)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 3, 64)), dtype)
-    expected = rotate(x, *tables)
+    expected = Kernels().rotate(x, *tables)
     got = TpuKernels().rotate(x, *tables)
     assert got.dtype == expected.dtype
     np.testing.assert_array_equal(got, expected)
