@@ -12,10 +12,10 @@ from medusa_jax.api import Model
 from medusa_jax.commands.flags import CommandLine, flag
 from medusa_jax.commands.model_flags import ModelFlags, load_model
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.one_step import take_steps, token_labels
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.plots import draw_mask, draw_step, draw_tree
 from medusa_jax.whole_files import Json
-from research.one_step import take_steps, token_labels
 
 EXAMPLES = """examples:
   python -m research walk --dtype float64

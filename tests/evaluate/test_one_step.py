@@ -9,8 +9,8 @@ from medusa_jax.api import Model
 from medusa_jax.api.form import Form
 from medusa_jax.api.loaded_drafter import LoadedDrafter
 from medusa_jax.api.tree_choice import TreeChoice
+from medusa_jax.evaluate.one_step import take_steps
 from medusa_jax.heads.registry import drafter_class, make_drafter
-from research.one_step import take_steps
 
 
 @pytest.mark.wide
