@@ -170,8 +170,11 @@ def make_room(directory: Path, size: int) -> bool:
     """
     try:
         most = float(os.environ.get(LIMIT) or GIGABYTES) * 1e9
-    except ValueError as error:
-        raise UserError(f"{LIMIT} is a number of gigabytes: {error}") from None
+    except ValueError:
+        most = -1.0
+    if not most >= 0:  # or nan
+        given = os.environ[LIMIT]
+        raise UserError(f"{LIMIT} is a number of gigabytes, at least 0, not {given!r}")
     if size > min(most, shutil.disk_usage(directory).free / 2):
         return False
     remove_abandoned(f"{directory}/*")

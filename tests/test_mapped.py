@@ -124,9 +124,10 @@ def test_the_least_recently_used_files_make_room(tmp_path, folder, monkeypatch):
     assert not first.exists() and second.exists() and third.exists()
     kept(tmp_path, lambda: {"x": np.zeros(9000, np.uint8)}, 4)
     assert len([*folder.iterdir()]) == 3
-    monkeypatch.setenv(mapped.LIMIT, "much")
-    with pytest.raises(UserError, match="number of gigabytes"):
-        kept(tmp_path, dict)
+    for given in ("much", "-1", "nan"):
+        monkeypatch.setenv(mapped.LIMIT, given)
+        with pytest.raises(UserError, match=f"number of gigabytes.*'{given}'"):
+            kept(tmp_path, dict)
 
 
 def test_a_full_disk(tmp_path, folder):

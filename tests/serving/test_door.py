@@ -20,7 +20,7 @@ from medusa_jax.serving.http.replies import Reply
         (b"{", "application/json", 400, "not JSON"),
         (b"[]", "application/json", 400, "object"),
         (b'{"prompt": NaN}', "application/json", 400, "NaN"),
-        (b'{"prompt": "\\ud800"}', "application/json", 400, "surrogate"),
+        (b'{"prompt": "\\ud800"}', "application/json", 400, "the body has an unpaired"),
         (b"[" * 100_000, "application/json", 400, "not JSON"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", 400, "not JSON"),
         (b'{"seed": ' + b"9" * 400 + b"}", "application/json", 400, "too large"),

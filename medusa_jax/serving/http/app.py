@@ -351,6 +351,9 @@ class Port:
                     value, ensure_ascii=False
                 ).encode()  # raises if one half is alone
             return value
+        except UnicodeEncodeError as error:
+            problem = "the body has an unpaired surrogate, which is not a valid character"
+            raise HttpError(400, problem) from error
         except ValueError as error:
             raise HttpError(400, f"the body is not JSON: {error}") from error
 
