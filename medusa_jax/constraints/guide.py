@@ -5,12 +5,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
-from medusa_jax.constraints.runs import DIGITS, QUOTE, Layout, forced, holds
+from medusa_jax.constraints.runs import DIGITS, QUOTE, Layout, forced
 from medusa_jax.errors import UserError
 
 T = TypeVar("T")
@@ -148,9 +147,7 @@ class Guide:
             self._consume(token)
         self._check()
 
-    def fill_chain(
-        self, nodes_M: np.ndarray, chain_C: np.ndarray, allowed_W: np.ndarray
-    ) -> int:
+    def fill_chain(self, nodes_M: np.ndarray, chain_C: np.ndarray) -> int:
         """Fill a chain after the root with the tokens that follow; return how many are forced.
 
         If none is forced, tokens that were copied from the text stay. If none were copied, the chain may end the string
@@ -159,11 +156,9 @@ class Guide:
         Args:
           nodes_M: tokens of the nodes, the root first; the root is consumed already.
           chain_C: the chain's nodes.
-          allowed_W: bits of the tokens that may follow the root.
         """
         layout, byte_ids = self._layout, self._vocabulary.byte_ids
-        may_follow = partial(holds, allowed_W)
-        run = self.patience.call(forced, self._matcher, layout, byte_ids, may_follow)
+        run = self.patience.call(forced, self._matcher, layout, byte_ids)
         is_forced = run and layout.last not in DIGITS  # a number may go on
         if not is_forced and nodes_M[chain_C[0]] != nodes_M[0]:
             return 0  # without a match, the root's token is copied
@@ -240,6 +235,11 @@ class Guide:
         """Return a token whose bit is not set."""
         bits = np.unpackbits(allowed_W.view(np.uint8), bitorder="little")
         return int(np.argmin(bits))
+
+
+def holds(bits_W: np.ndarray, token: int) -> bool:
+    """Whether a set of tokens has this one."""
+    return token >= 0 and bool(int(bits_W[token >> 5]) >> (token & 31) & 1)
 
 
 def engine_message(error: Any) -> str:

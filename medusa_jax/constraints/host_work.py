@@ -46,9 +46,7 @@ class RowWork:
         if self.stuck:
             return
         if self._guesses_MK is not None and self._chain_C.size:
-            self.forced = self.guide.fill_chain(
-                self.nodes_M, self._chain_C, self.allowed_MW[0]
-            )
+            self.forced = self.guide.fill_chain(self.nodes_M, self._chain_C)
         self.guide.fill_tree(
             self.nodes_M, self._children, self._guesses_MK, self.allowed_MW
         )

@@ -7,11 +7,9 @@ JSON may have blanks between its parts, so little is forced in the strict sense.
 The blanks are a guess, as all drafts are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
-
-import numpy as np
 
 QUOTE, BACKSLASH, COLON, COMMA = b'"\\:,'
 BLANK, OPEN, CLOSE = b" \t\r\n", b"{[", b"}]"
@@ -80,39 +78,22 @@ class Layout:
         return b" " if last in (COLON, COMMA) else b""
 
 
-def holds(bits_W: np.ndarray, token: int) -> bool:
-    """Whether a set of tokens has this one."""
-    return token >= 0 and bool(int(bits_W[token >> 5]) >> (token & 31) & 1)
-
-
-def follows(matcher: Any) -> Callable[[int], bool]:
-    """Whether a token may follow a matcher's text."""
-    return lambda token: matcher.validate_tokens([token]) == 1
-
-
-def forced(
-    matcher: Any,
-    layout: Layout,
-    byte_ids: Mapping[int, int],
-    may_follow: Callable[[int], bool] | None = None,
-) -> bytes:
+def forced(matcher: Any, layout: Layout, byte_ids: Mapping[int, int]) -> bytes:
     """Return the bytes that must follow a text, blanks aside.
 
     Args:
       matcher: llguidance's.
       layout: the layout of its text.
       byte_ids: tokens of one byte.
-      may_follow: whether a token may follow the text, if that is known already.
     """
     run = b""
-    may_follow = may_follow or follows(matcher)
     while len(run) < LONGEST:
         part = matcher.compute_ff_bytes()[:LONGEST]
         if not part:
             nexts = [
                 byte
                 for byte in STRUCTURE
-                if byte in byte_ids and may_follow(byte_ids[byte])
+                if byte in byte_ids and matcher.validate_tokens([byte_ids[byte]])
             ]
             if len(nexts) == 1:
                 part = layout.blanks_before(nexts[0]) + bytes(nexts)
@@ -127,5 +108,5 @@ def forced(
         run += part[:n]
         if n < len(part):
             break
-        layout, may_follow = layout.after(part), follows(matcher)
+        layout = layout.after(part)
     return run

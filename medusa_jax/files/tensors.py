@@ -95,8 +95,8 @@ def weights_file(directory: str) -> str:
 def weights_files(directory: str) -> list[str]:
     """The names of a directory's files of weights, the preferred one first.
 
-    The order is that of transformers. If a single file stands beside the index of shards, it is the newer one:
-    transformers does not remove the index when it saves a model again in one file.
+    The order is that of transformers: a single file comes before an index of shards. transformers leaves an old index
+    in place when it saves a model again in one file.
     """
     names = [name + end for name in WEIGHTS for end in ("", INDEX)]
     return [name for name in names if os.path.isfile(os.path.join(directory, name))]

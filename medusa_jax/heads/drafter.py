@@ -178,7 +178,7 @@ class Drafter:
         """Fresh float32 parameters.
 
         Raises:
-          UserError: there are no heads.
+          UserError: the drafter has none.
         """
         raise UserError(f"{self.name} has no heads to train or to load")
 
@@ -191,7 +191,7 @@ class Drafter:
         equal what `propose` computes when those tokens have been accepted or drafted.
 
         Raises:
-          UserError: there are no heads.
+          UserError: the drafter has none.
         """
         raise UserError(
             f"{self.name} has no heads to fit a tree to: choose a tree with --tree"

@@ -29,7 +29,7 @@ class Linear(nn.Module):
     (`model/stored.py`), and a low-rank adapter is added (`model/lora.py`).
     """
 
-    # Outputs. A kernel among the variables may have other ones: of an LM head, those of the draft vocabulary.
+    # Outputs of a new kernel. A given one has its own number: an LM head may score the draft vocabulary alone.
     features: int
     use_bias: bool = False
     dtype: DTypeLike = jnp.float32

@@ -30,7 +30,7 @@ from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json, write_json
 from research.weights import trained_shapes
 
-# Timed runs, of which the median counts, and steps of a run.
+# Number of timed runs (their median counts), and of steps in each.
 ROUNDS, STEPS = 7, 50
 
 

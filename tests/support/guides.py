@@ -62,7 +62,7 @@ class Rule:
         self.text += tokens
         self.consumed += len(tokens)
 
-    def fill_chain(self, nodes_M, chain_C, allowed_W):
+    def fill_chain(self, nodes_M, chain_C):
         text, forced = list(self.text), []
         while len(forced) < len(chain_C) and len(self.tokens(text + forced)) == 1:
             forced += self.tokens(text + forced)

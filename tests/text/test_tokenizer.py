@@ -99,7 +99,7 @@ def test_bos_is_not_invented(byte_level_dir, tmp_path):
 def test_text_begins_with_the_prefix_of_its_post_processor(
     text, bos, byte_level_dir, tmp_path
 ):
-    """GLM's is [gMASK]<sop>, of which none is its BOS."""
+    """GLM's texts begin with [gMASK]<sop>; neither is its BOS."""
     transformers = pytest.importorskip("transformers")
     backend = Backend.from_file(str(byte_level_dir / "tokenizer.json"))
     names = ("<|im_start|>", "<|im_end|>")

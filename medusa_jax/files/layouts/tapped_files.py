@@ -121,7 +121,7 @@ def shared_lm_head(export: Export) -> Arrays:
 
 
 def architectures(export: Export) -> list[str]:
-    """The backbone's class, as its config.json says it, else that of the first family with its shape."""
+    """The model's class in its config.json; if it names none, the class of the first family with its shape."""
     said = optional_json(os.path.join(export.base.source, "config.json"))
     return said.get("architectures") or config_to_hf(export.base.config)["architectures"]
 

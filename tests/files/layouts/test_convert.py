@@ -186,7 +186,7 @@ def test_what_only_speculators_can_say(base, tmp_path):
 
 
 def test_speculators_names_the_models_own_class(tmp_path):
-    """Not that of the first family with its shape."""
+    """Several families may have one shape."""
     base, file = write_base(tmp_path / "base"), tmp_path / "base" / "config.json"
     said = {"architectures": ["CwmForCausalLM"]}
     file.write_text(json.dumps(json.loads(file.read_text()) | said))
